@@ -1,0 +1,172 @@
+"""
+Options for a script: dataclass defaults <- config files <- --key=value.
+
+    python train.py config/82M.py config/small.py --max_iters=500 --value_residual=True
+
+A script declares its options as a dataclass, one per line with a trailing comment, and calls
+configure(Config, argv). A config file is plain Python that assigns to those names. Files stack from
+left to right and --key=value wins over all files; of a repeated key the last counts. Every value,
+from a file or the command line, passes the same typed gate (convert).
+
+Bad input raises UserError; command(main) turns it into one line on stderr and exit code 2.
+"""
+import dataclasses
+import difflib
+import inspect
+import io
+import math
+import os
+import sys
+import tokenize
+import types
+import typing
+
+REPO = os.path.dirname(os.path.abspath(__file__))
+
+
+class UserError(Exception):
+    """Bad input. The message is one line: what was found, what was expected, what to do."""
+
+
+def command(main):
+    """Run a script's main(); a UserError or an operating-system error ends it with one line and exit code 2."""
+    try:
+        main()
+    except UserError as e:
+        message = str(e)
+    except BrokenPipeError:  # `python train.py | head`: the reader left, so there is nobody to tell
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except OSError as e:
+        message = f"{e.filename or 'input/output'}: {e.strerror or e}"
+    else:
+        return
+    print("error: " + " ".join(message.split()), file=sys.stderr, flush=True)
+    sys.exit(2)
+
+
+def convert(value, hint, name):
+    """
+    The typed gate: value (text from the command line, or an object from a config file) as type hint.
+    int widens to float; bool takes true/false/1/0 in any case; None only where the hint has it;
+    a Literal takes the listed words. Nothing else changes type. Raises UserError.
+    """
+    kinds = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    text = value.strip() if isinstance(value, str) else None
+    for kind in kinds:
+        if kind is type(None) and (value is None or text == "None"):
+            return None
+        if typing.get_origin(kind) is typing.Literal and value in typing.get_args(kind):
+            return value
+        if kind is bool:
+            flag = {"true": True, "1": True, "false": False, "0": False}.get((text or repr(value)).lower())
+            if flag is not None:
+                return flag
+        if kind in (int, float) and not isinstance(value, bool):
+            try:
+                number = kind(text) if text is not None else value
+            except ValueError:
+                continue
+            if isinstance(number, (int, kind)) and math.isfinite(number):
+                return kind(number)
+        if kind in (str, dict) and isinstance(value, kind):
+            return value
+    expected = []
+    for kind in kinds:
+        if typing.get_origin(kind) is typing.Literal:
+            expected += [str(word) for word in typing.get_args(kind)]
+        else:
+            expected.append({bool: "true or false", int: "a whole number", float: "a number", str: "text",
+                             dict: "a dict", type(None): "None"}[kind])
+    raise UserError(f"{name}: found {value!r}, expected {' or '.join(expected)}")
+
+
+def override(config, values, where):
+    """A copy of config with values (name -> value), each known by name and passed through the gate; where names
+    their origin in error messages. `runs` in a file is a dict; as text it picks some of the runs by name."""
+    hints, new = typing.get_type_hints(type(config)), {}
+    for name, value in values.items():
+        if name not in hints:
+            close = difflib.get_close_matches(name, hints, n=1, cutoff=0.5)
+            hint = f"did you mean {close[0]}?" if close else "--help lists all options"
+            raise UserError(f"{where}: unknown option {name!r}; {hint}")
+        if hints[name] is dict and isinstance(value, str):
+            have, picked = getattr(config, name), [word.strip() for word in value.split(",") if word.strip()]
+            for word in picked:
+                if word not in have:
+                    raise UserError(f"{where}: {name} has no {word!r}; a config file given before defines: "
+                                    f"{', '.join(have) or 'none'}")
+            value = {word: have[word] for word in picked} or have
+        new[name] = convert(value, hints[name], f"{where}: {name}")
+    return dataclasses.replace(config, **new)
+
+
+def read_file(path):
+    """The assignments of a config file, name -> value. Imports, functions and _names are the file's own business."""
+    found = next((p for p in (path, os.path.join(REPO, path)) if os.path.isfile(p)), None)
+    if found is None:
+        hint = f"; an option is written --{path}" if "=" in path else ""
+        raise UserError(f"config file {path!r} not found here or in {REPO}{hint}")
+    space = {"__file__": os.path.abspath(found), "__name__": "config"}
+    try:
+        with open(found, encoding="utf-8") as f:
+            exec(compile(f.read(), found, "exec"), space)
+    except Exception as e:
+        line = e.lineno if isinstance(e, SyntaxError) else next(
+            (f.lineno for f in reversed(inspect.getinnerframes(e.__traceback__, 0)) if f.filename == found), 0)
+        raise UserError(f"{found}, line {line}: {type(e).__name__}: {e}") from None
+    return {k: v for k, v in space.items()
+            if not k.startswith("_") and not callable(v) and not isinstance(v, types.ModuleType)}
+
+
+def configure(Config, argv):
+    """
+    An instance of the dataclass Config from argv (without the script's name).
+    Raises UserError for an unknown name, a value of the wrong type, a missing or broken file, or an argument of
+    another form. --help prints every option and leaves with exit code 0.
+    """
+    if any(arg in ("--help", "-h") for arg in argv):
+        print((inspect.getdoc(sys.modules[Config.__module__]) or "") + "\n\nOptions, as --name=default:\n")
+        print(describe(Config))
+        sys.exit(0)
+    config, options = Config(), {}
+    for arg in argv:
+        if not arg.startswith("-"):
+            config = override(config, read_file(arg), f"config file {arg}")
+            continue
+        name, equals, value = arg.removeprefix("--").partition("=")
+        if not (arg.startswith("--") and equals and name == name.strip()):
+            raise UserError(f"argument {arg!r}: an option is written --name=value, with two dashes and no spaces, "
+                            f"as in --{name.strip().lstrip('-') or 'name'}={value.strip() or 'value'}")
+        options.pop(name, None)
+        options[name] = value
+    for name, value in options.items():
+        config = override(config, {name: value}, "command line")
+    return config
+
+
+def describe(Config):
+    """One line per option: --name=default and its trailing comment, in the order of definition."""
+    comments = {}
+    for cls in reversed(Config.__mro__[:-1]):
+        name = None
+        for token in tokenize.generate_tokens(io.StringIO(inspect.getsource(cls)).readline):
+            if token.type == tokenize.NAME and token.start[1] == 4:
+                name = token.string
+            elif token.type == tokenize.COMMENT and name and token.start[1] > 4:
+                comments[name] = (comments.get(name, "") if token.line.strip().startswith("#") else "") \
+                    + token.string.strip("# ") + " "
+    lines = []
+    for f in dataclasses.fields(Config):
+        default = f.default if f.default is not dataclasses.MISSING else f.default_factory()
+        lines.append(f"  --{f.name}={default}".ljust(36) + " " + comments.get(f.name, "").strip())
+    return "\n".join(lines)
+
+
+def at_least(config, low, *names, below=None):
+    """Raise UserError unless low <= each named option (and < below, if given)."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and not (low <= value and (below is None or value < below)):
+            bound = f"at least {low}" + (f" and below {below}" if below is not None else "")
+            raise UserError(f"--{name}={value}: expected {bound}")

@@ -1,0 +1,603 @@
+"""
+Text -> token bins.
+
+    python prepare.py --source=SlimPajama/train --val_source=SlimPajama/validation --out_dir=data/slimpajama
+    python prepare.py --source=notes.txt --tokenizer=bytes --out_dir=data/notes
+    python prepare.py                        # the built-in corpus: Python's own standard library, as bytes
+
+Reads .jsonl, .jsonl.gz and .jsonl.zst shards with records {"text": ..., "meta": {"redpajama_set_name": ...}}, and .txt files.
+Shards are streamed; nothing is unpacked to disk. Writes to out_dir
+
+    train.bin, val.bin       token ids, raw little-endian uint16 (uint32 where the vocabulary needs it)
+    val_SOURCE.bin           val.bin's documents of one source, for every source seen
+    meta.json                tokenizer, vocabulary size, end-of-text id, dtype; documents, bytes and tokens per source
+
+with one end-of-text id after each document. The same bytes come out for any number of processes.
+This file owns the format: Writer writes it, Data reads it.
+"""
+import base64
+import collections
+import concurrent.futures
+import contextlib
+import dataclasses
+import fnmatch
+import hashlib
+import json
+import multiprocessing
+import os
+import platform
+import re
+import sys
+import sysconfig
+import time
+import zlib
+from concurrent.futures.process import BrokenProcessPool
+from typing import Literal
+
+import numpy as np
+from tqdm import tqdm
+
+from configurator import UserError, at_least, command, configure
+
+SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".txt")
+BATCH = 1 << 19  # bytes of text per task: large enough to hide the pool's overhead, small enough to bound memory
+PIECE = 1 << 16  # a .txt file is read, and split into training and validation text, in pieces of about this many bytes
+MAX_SOURCES = 64  # each source has an open file; later ones count as "other"
+
+
+@dataclasses.dataclass
+class Config:
+    source: str = "builtin"  # a file or folder of shards; builtin: the sources of Python's standard library
+    data_files: str = ""  # only the files of the source that match these patterns, as chunk1/*,chunk2/*
+    val_source: str = ""  # validation text, as source; empty: split source by val_fraction
+    out_dir: str = ""  # where the bins go; empty: data/ and the source's name
+    tokenizer: str = "auto"  # a tiktoken name, bytes, or a path to a .tiktoken file; auto: gpt2 (builtin: bytes)
+    num_proc: int = 0  # processes that tokenize; 1: none beside this one; 0: one per core
+    val_fraction: float = 0.005  # share of the documents held out, chosen by a hash of each document
+    max_tokens: int = 0  # stop before the document that would exceed this many training tokens; 0: no limit
+    on_error: Literal["stop", "skip"] = "stop"  # what a damaged shard does: stop the run, or be reported and skipped
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tokenizers: name, n_vocab, eot, encode(text) -> ids, decode_bytes(ids) -> bytes
+
+
+class Bytes:
+    """UTF-8 bytes and an end-of-text id: needs no file, knows every string."""
+    name, n_vocab, eot = "bytes", 257, 256
+
+    def encode(self, text):
+        return np.frombuffer(text.encode(), np.uint8)
+
+    def decode_bytes(self, ids):
+        return b"".join(b"<|endoftext|>" if i == 256 else bytes([i]) for i in ids)
+
+
+class Tiktoken:
+    """A tiktoken encoding. In documents every character is ordinary text, <|endoftext|> too."""
+
+    def __init__(self, name, encoding):
+        self.name, self.encoding, self.n_vocab, self.eot = name, encoding, encoding.n_vocab, encoding.eot_token
+
+    def encode(self, text):
+        return self.encoding.encode_to_numpy(text, disallowed_special=())
+
+    def decode_bytes(self, ids):
+        return self.encoding.decode_bytes([int(i) for i in ids])
+
+
+def get_tokenizer(name):
+    """The tokenizer of this name, or of this path to a .tiktoken file of ranks. Raises UserError."""
+    if name == "bytes":
+        return Bytes()
+    try:
+        import tiktoken
+    except ImportError:
+        raise UserError(f"tokenizer {name!r} needs tiktoken: pip install tiktoken, or --tokenizer=bytes") from None
+    if name.endswith(".tiktoken"):
+        try:
+            with open(name, "rb") as f:
+                ranks = {base64.b64decode(t): int(r) for t, r in (line.split() for line in f if line.strip())}
+        except (ValueError, OSError) as e:
+            raise UserError(f"tokenizer {name}: expected lines of a base64 token and its rank: {e}") from None
+        if sorted(ranks.values()) != list(range(len(ranks))) or not ranks:
+            raise UserError(f"tokenizer {name}: {len(ranks)} ranks that are not 0 .. {len(ranks) - 1}; is the file whole?")
+        gpt2_words = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+        return Tiktoken(os.path.abspath(name), tiktoken.Encoding(
+            name, pat_str=gpt2_words, mergeable_ranks=ranks, special_tokens={"<|endoftext|>": len(ranks)}))
+    if name not in tiktoken.list_encoding_names():
+        raise UserError(f"tokenizer {name!r}: expected bytes, a path to a .tiktoken file, or one of "
+                        f"{', '.join(tiktoken.list_encoding_names())}")
+    try:
+        return Tiktoken(name, tiktoken.get_encoding(name))
+    except Exception as e:  # no network, a proxy, a damaged cache: whatever the HTTP stack raises
+        raise UserError(
+            f"tokenizer {name}: tiktoken could not load its file ({type(e).__name__}); where there is a network, run "
+            f"TIKTOKEN_CACHE_DIR=some/folder python -c \"import tiktoken; tiktoken.get_encoding('{name}')\", bring that "
+            "folder here and set TIKTOKEN_CACHE_DIR to it; or use --tokenizer=bytes") from None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sources: yield items (kind, raw bytes, where, ends) with kind "json" (a line), or a source's name for plain text;
+# ends: the document ends here
+
+
+class BadShard(UserError):
+    """A shard that is damaged, or no shard at all."""
+
+
+def find_files(source, patterns=""):
+    """The files of a file or folder, sorted by name. Raises UserError when there are none."""
+    if not os.path.exists(source):
+        raise UserError(f"source {source!r}: no such file or folder, and not 'builtin'")
+    if os.path.isfile(source):
+        files = [source]
+    else:
+        files = sorted(os.path.join(folder, name) for folder, _, names in os.walk(source) for name in names
+                       if name.endswith(SUFFIXES) and not name.startswith("."))
+    if patterns:
+        files = [p for p in files if any(fnmatch.fnmatch(os.path.relpath(p, source), pattern.strip())
+                                         for pattern in patterns.split(","))]
+    if not files or not files[0].endswith(SUFFIXES):
+        raise UserError(f"source {source}: found no file that ends in {', '.join(SUFFIXES)}"
+                        + (f" and matches data_files={patterns}" if patterns else ""))
+    return files
+
+
+def read_items(path, bar):
+    """The items of one file. Raises BadShard with the byte or line where it goes wrong."""
+    size = os.path.getsize(path)
+    with open(path, "rb") as f:
+        head = f.read(64)
+        f.seek(0)
+        if size == 0:
+            raise BadShard(f"{path}: the file is empty (0 bytes)")
+        if head.startswith(b"version https://git-lfs"):
+            raise BadShard(f"{path}: a Git LFS pointer of {size} bytes, not the data: run git lfs pull")
+        if path.endswith(".txt"):
+            yield from read_text(f, path, bar)
+        else:
+            yield from read_lines(path, decompressed(f, path, bar))
+
+
+def read_text(f, path, bar):
+    """A text file is one document, in pieces that end at line ends where there are any."""
+    done = 0
+    while piece := f.read(PIECE):
+        if not piece.endswith(b"\n"):
+            piece += f.readline(PIECE)
+        while (next_byte := f.peek(1)[:1]) and 0x80 <= next_byte[0] < 0xC0 and len(piece) < 3 * PIECE:
+            piece += f.read(1)  # never cut inside a UTF-8 character
+        yield "text", piece, f"{path} byte {done}", not f.peek(1)
+        done += len(piece)
+        bar.update(len(piece))
+
+
+def read_lines(path, chunks):
+    rest, number = b"", 1
+    for chunk in chunks:
+        if b"\n" not in chunk:
+            rest += chunk
+            continue
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            if line.strip():
+                yield "json", line, f"{path} line {number}", True
+            number += 1
+    if rest.strip():
+        try:
+            json.loads(rest)
+        except ValueError:
+            raise BadShard(f"{path}: line {number}, the last, is cut after {len(rest)} bytes; fetch the file again") from None
+        yield "json", rest, f"{path} line {number}", True
+
+
+def decompressed(f, path, bar):
+    """The bytes of a .zst, .gz or plain file, in chunks. Raises BadShard where a compressed stream is damaged or cut."""
+    if path.endswith(".zst"):
+        try:
+            import zstandard
+        except ImportError:
+            raise UserError(f"{path} needs the package zstandard: pip install zstandard") from None
+        start, wrong = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj, zstandard.ZstdError
+    elif path.endswith(".gz"):
+        start, wrong = (lambda: zlib.decompressobj(wbits=31)), zlib.error
+    else:
+        while chunk := f.read(1 << 20):
+            bar.update(len(chunk))
+            yield chunk
+        return
+    stream, read = None, 0
+    while chunk := f.read(1 << 18):
+        bar.update(len(chunk))
+        while chunk:
+            stream = stream or start()
+            try:
+                yield stream.decompress(chunk)
+            except wrong as e:
+                what = "not " + path.rsplit(".", 1)[1] + " data" if not read else "damaged"
+                raise BadShard(f"{path}: {what} near byte {read}: {e}; fetch the file again") from None
+            read = f.tell() - (len(stream.unused_data) if stream.eof else 0)
+            chunk, stream = (stream.unused_data, None) if stream.eof else (b"", stream)
+    if stream is not None:
+        raise BadShard(f"{path}: cut after byte {f.tell()}, inside a compressed frame; fetch the file again")
+
+
+def builtin_files():
+    """The .py files of the running interpreter's standard library, without its tests and installed packages."""
+    root, found = sysconfig.get_paths()["stdlib"], []
+    for folder, inside, names in os.walk(root):
+        inside[:] = sorted(d for d in inside if d not in ("site-packages", "dist-packages", "test", "tests", "idle_test"))
+        found += [os.path.join(folder, name) for name in sorted(names) if name.endswith(".py")]
+    if not found:
+        raise UserError(f"source 'builtin': {root} holds no .py files (a zipped standard library?); give --source=FOLDER")
+    return root, found
+
+
+def read_builtin(path, bar):
+    with open(path, "rb") as f:
+        text = f.read()
+    bar.update(len(text))
+    if text:
+        yield "python", text, path, True
+
+
+def read_source(source, patterns, on_error, bad, desc):
+    """Batches (lists of items) of a whole source; the batches' limits depend on nothing but the text."""
+    files, read = (builtin_files()[1], read_builtin) if source == "builtin" else (find_files(source, patterns), read_items)
+    batch, size = [], 0
+    with tqdm(total=sum(map(os.path.getsize, files)), unit="B", unit_scale=True, desc=desc, mininterval=0.5) as bar:
+        for path in files:
+            try:
+                for item in read(path, bar):
+                    batch.append(item)
+                    size += len(item[1])
+                    if size >= BATCH:
+                        yield batch, bar
+                        batch, size = [], 0
+            except BadShard as e:
+                if on_error == "stop":
+                    raise BadShard(f"{e} (--on_error=skip goes on without the rest of it)") from None
+                bar.write(f"skipped: {e}", file=sys.stderr)
+                bad["damaged shard", str(e)] += 1
+        if batch:
+            yield batch, bar
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tokenizing: a task is one batch, in order, with a bounded number of tasks under way
+
+worker = None  # the tokenizer of this process
+
+
+def start_worker(name):
+    global worker
+    worker = get_tokenizer(name)
+
+
+def encode_batch(items, tokenizer=None):
+    """
+    ids of all documents in one array; for each piece (source, hash, bytes, tokens, ends); and the bad ones as
+    [(kind, where)]. A document's end-of-text id is part of its tokens.
+    """
+    tokenizer, arrays, pieces, bad = tokenizer or worker, [], [], []
+    for kind, raw, where, ends in items:
+        source = kind
+        try:
+            text = raw.decode() if kind != "json" else None
+        except UnicodeDecodeError:
+            text = raw.decode(errors="replace")
+            bad.append(("not UTF-8 (replaced)", where))
+        if kind == "json":
+            try:
+                record = json.loads(raw)
+            except (ValueError, RecursionError) as e:
+                bad.append(("not UTF-8" if isinstance(e, UnicodeDecodeError) else "not JSON", where))
+                continue
+            text = record.get("text") if isinstance(record, dict) else None
+            if not isinstance(text, str) or not text.strip():
+                bad.append(("empty text" if isinstance(text, str) else "text is null"
+                            if isinstance(record, dict) and "text" in record and text is None else "no text", where))
+                continue
+            meta = record.get("meta")
+            named = [d.get(key) for d, key in ((meta, "redpajama_set_name"), (meta, "source"), (record, "source"))
+                     if isinstance(d, dict)]
+            source = next((s for s in named if isinstance(s, str) and s), "other").removeprefix("RedPajama")
+            source = re.sub(r"[^A-Za-z0-9_.-]", "_", source)[:64] or "other"
+        try:
+            utf8 = text.encode()
+        except UnicodeEncodeError:  # half of a surrogate pair, which JSON can spell and UTF-8 can't
+            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+            utf8 = text.encode()
+            bad.append(("lone surrogates (replaced)", where))
+        ids = tokenizer.encode(text)
+        arrays += [ids, [tokenizer.eot]] if ends else [ids]
+        digest = int.from_bytes(hashlib.blake2b(utf8, digest_size=8).digest(), "little")
+        pieces.append((source, digest, len(utf8), len(ids) + ends, ends))
+    dtype = bin_dtype(tokenizer.n_vocab)
+    return np.concatenate(arrays).astype(dtype) if arrays else np.empty(0, dtype), pieces, bad
+
+
+def encode_all(batches, tokenizer, num_proc):
+    """encode_batch over all batches, in order. Raises UserError when a worker dies."""
+    if num_proc == 1:
+        for batch, bar in batches:
+            yield encode_batch(batch, tokenizer), bar
+        return
+    with concurrent.futures.ProcessPoolExecutor(num_proc, multiprocessing.get_context("spawn"), start_worker,
+                                                (tokenizer.name,)) as pool:
+        waiting = collections.deque()
+        try:
+            for batch, bar in batches:
+                waiting.append(pool.submit(encode_batch, batch))
+                if len(waiting) > 2 * num_proc + 2:
+                    yield waiting.popleft().result(), bar
+            while waiting:
+                yield waiting.popleft().result(), bar
+        except BrokenProcessPool:
+            raise UserError("a worker process died (out of memory, or killed); nothing was written. Try fewer with "
+                            f"--num_proc={max(1, num_proc // 2)}") from None
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The format
+
+
+def bin_dtype(n_vocab):
+    return np.dtype("<u2") if n_vocab <= 1 << 16 else np.dtype("<u4")
+
+
+@contextlib.contextmanager
+def locked(folder):
+    """Create the folder and hold it for this process. Raises UserError when another process holds it."""
+    os.makedirs(folder, exist_ok=True)
+    with open(os.path.join(folder, ".lock"), "a") as f:
+        try:
+            import fcntl
+            fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except ImportError:
+            pass  # Windows: no lock, one process at a time is up to the user
+        except BlockingIOError:
+            raise UserError(f"{folder}: another process is writing there; wait for it, or choose another --out_dir") from None
+        yield
+
+
+class Writer:
+    """Bins under temporary names; commit() renames them all, abort() removes them."""
+
+    def __init__(self, folder, dtype):
+        self.folder, self.dtype, self.files = folder, dtype, {}
+
+    def write(self, name, ids):
+        if name not in self.files:
+            self.files[name] = open(os.path.join(self.folder, name + ".bin.tmp"), "wb", buffering=1 << 20)
+        self.files[name].write(ids.astype(self.dtype, copy=False).tobytes())
+
+    def commit(self, meta):
+        for f in self.files.values():
+            f.flush()
+            os.fsync(f.fileno())
+            f.close()
+        with open(os.path.join(self.folder, "meta.json.tmp"), "w", encoding="utf-8") as f:
+            json.dump(meta, f, indent=1)
+        for name in self.files:
+            os.replace(os.path.join(self.folder, name + ".bin.tmp"), os.path.join(self.folder, name + ".bin"))
+        os.replace(f.name, os.path.join(self.folder, "meta.json"))  # last: an old one would refuse the new bins
+        for name in os.listdir(self.folder):  # sources of an earlier preparation
+            if re.fullmatch(r"val_.*\.bin", name) and name.removesuffix(".bin") not in self.files:
+                os.remove(os.path.join(self.folder, name))
+
+    def abort(self):
+        for name in [*(n + ".bin" for n in self.files), "meta.json"]:
+            with contextlib.suppress(OSError):
+                os.remove(os.path.join(self.folder, name + ".tmp"))
+
+
+class Bin:
+    """A file of token ids, read as windows of block_size + 1 ids that overlap by one: the targets are shifted inputs."""
+
+    def __init__(self, path, dtype, tokens=None):
+        self.path, self.dtype, size = path, dtype, os.path.getsize(path)
+        if size % dtype.itemsize:
+            raise UserError(f"{path}: {size} bytes are no whole number of {dtype} ids; is the file cut?")
+        self.tokens = size // dtype.itemsize
+        if tokens is not None and tokens != self.tokens:
+            raise UserError(f"{path}: {size} bytes, but its meta.json says {tokens * dtype.itemsize}; the file is cut or "
+                            "foreign: run prepare.py again")
+
+    def windows(self, block_size):
+        return max(0, (self.tokens - 1) // block_size)
+
+    def read(self, windows, block_size):
+        """int64 ids (len(windows), block_size + 1)."""
+        # A new memmap each time costs 50 µs; the pages of a long-lived one count as this process's memory.
+        ids = np.memmap(self.path, self.dtype, mode="r", shape=(self.tokens,)) if self.tokens else []
+        return np.stack([ids[w * block_size:(w + 1) * block_size + 1] for w in windows]).astype(np.int64)
+
+    def sample(self, pages=64, page=2048):
+        """Evenly spaced pages of ids, for a fingerprint in constant time."""
+        if not self.tokens:
+            return np.empty(0, self.dtype)
+        ids = np.memmap(self.path, self.dtype, mode="r", shape=(self.tokens,))
+        starts = np.linspace(0, max(0, self.tokens - page), pages).astype(int)
+        return np.concatenate([ids[s:s + page] for s in np.unique(starts)])
+
+
+class Data:
+    """
+    A data folder, opened: train (a Bin), val ({"val": Bin, source: Bin, ...}), tokenizer (its name), vocab_size, eot and
+    fingerprint. name is a path, or the name of a folder in data/. A folder without a meta.json is nanoGPT's: gpt2 tokens.
+    Raises UserError for a folder or file that is missing, cut, foreign, or of another tokenizer.
+    """
+
+    def __init__(self, name):
+        self.path = name if os.path.isdir(name) else os.path.join("data", name)
+        if not os.path.isdir(self.path):
+            raise UserError(f"data {name!r}: no such folder, nor {self.path}; make it with prepare.py --out_dir={self.path}")
+        meta_path = os.path.join(self.path, "meta.json")
+        if os.path.exists(meta_path):
+            try:
+                with open(meta_path, encoding="utf-8") as f:
+                    self.meta = json.load(f)
+                sizes, dtype = self.meta["bins"], np.dtype(self.meta["dtype"])
+                self.tokenizer, self.vocab_size, self.eot = (self.meta[k] for k in ("tokenizer", "vocab_size", "eot"))
+            except (ValueError, KeyError, TypeError) as e:
+                raise UserError(f"{meta_path}: not written by prepare.py, or damaged ({type(e).__name__}: {e})") from None
+        elif os.path.exists(os.path.join(self.path, "meta.pkl")):
+            raise UserError(f"{self.path}: a nanoGPT folder with meta.pkl, a character vocabulary that is not read here "
+                            "(a pickle can run code): prepare its input.txt with prepare.py --tokenizer=bytes")
+        else:
+            self.meta, self.tokenizer, self.vocab_size, self.eot = {}, "gpt2", 50257, 50256
+            sizes, dtype = {"train": None, "val": None}, np.dtype("<u2")
+        bins = {}
+        for bin_name, tokens in sizes.items():
+            path = os.path.join(self.path, bin_name + ".bin")
+            if not os.path.exists(path):
+                raise UserError(f"{path}: missing; make it with prepare.py --out_dir={self.path}")
+            bins[bin_name] = Bin(path, dtype, tokens)
+        self.train = bins.pop("train")
+        self.val = {bin_name.removeprefix("val_"): b for bin_name, b in bins.items()}
+        digest = hashlib.blake2b(f"{self.tokenizer} {self.train.tokens}".encode(), digest_size=16)
+        for b in (self.train, *self.val.values()):
+            ids = b.sample()
+            if ids.size and int(ids.max()) >= self.vocab_size:
+                raise UserError(f"{b.path}: holds the id {int(ids.max())}, but {self.tokenizer} has {self.vocab_size}; "
+                                "the file is foreign: run prepare.py again")
+            digest.update(ids.tobytes())
+        self.fingerprint = digest.hexdigest()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def prepare(config):
+    """Tokenize config.source into bins and return meta.json's content. Raises UserError; then nothing is changed."""
+    at_least(config, 0, "num_proc", "max_tokens")
+    at_least(config, 0, "val_fraction", below=1)
+    name = config.tokenizer if config.tokenizer != "auto" else "bytes" if config.source == "builtin" else "gpt2"
+    tokenizer = get_tokenizer(name)  # once and first: a missing file is one message here, not one in each worker
+    folder = config.out_dir or os.path.join("data", os.path.basename(os.path.normpath(config.source)).split(".")[0])
+    num_proc = config.num_proc or os.cpu_count() or 1
+    meta = dict(format=1, tokenizer=tokenizer.name, vocab_size=tokenizer.n_vocab, eot=tokenizer.eot,
+                dtype=str(bin_dtype(tokenizer.n_vocab)), source=config.source, val_source=config.val_source,
+                val_fraction=config.val_fraction, max_tokens=config.max_tokens)
+    for source in filter(None, (config.source, config.val_source)):
+        if source != "builtin":
+            find_files(source, config.data_files if source == config.source else "")
+    if config.source == "builtin":
+        root, files = builtin_files()
+        digest = hashlib.sha256()
+        for path in files:
+            with open(path, "rb") as f:
+                digest.update(os.path.relpath(path, root).encode() + b"\0" + f.read() + b"\0")
+        meta.update(python=platform.python_version(), sha256=digest.hexdigest())
+
+    with locked(folder):
+        writer = Writer(folder, bin_dtype(tokenizer.n_vocab))
+        try:
+            counts, bad = fill(writer, config, tokenizer, num_proc)
+            bins = {n: f.tell() // writer.dtype.itemsize for n, f in writer.files.items()}
+            if not bins["train"] or not bins["val"]:
+                empty = "train" if not bins["train"] else "val"
+                raise UserError(
+                    f"source {config.source}: {sum(c['documents'] for s in counts.values() for c in s.values())} documents, "
+                    f"none left for {empty}.bin"
+                    + (f"; {sum(bad.values())} were skipped: {summary(bad)}" if bad else "")
+                    + ("; give more text, or --val_source=FILE" if not config.val_source else ""))
+            meta.update(bins=bins, sources=counts, skipped=dict(collections.Counter(
+                {kind: n for kind, n in by_kind(bad).items()})))
+            writer.commit(meta)
+        except BaseException:
+            writer.abort()
+            raise
+    for source, splits in sorted(counts.items()):
+        print(f"  {source:15} " + "   ".join(f"{s}: {c['documents']:,} documents, {c['bytes']:,} bytes, {c['tokens']:,} tokens"
+                                          for s, c in splits.items()))
+    if bad:
+        print(f"skipped or mended: {summary(bad)}")
+    print(f"wrote {folder}: train {bins['train']:,} tokens, val {bins['val']:,} tokens ({tokenizer.name})")
+    return meta
+
+
+def by_kind(bad):
+    kinds = collections.Counter()
+    for (kind, _), n in bad.items():
+        kinds[kind] += n
+    return kinds
+
+
+def summary(bad):
+    """'not JSON: 2 (first: shard line 7), ...'"""
+    firsts = {}
+    for kind, where in bad:
+        firsts.setdefault(kind, where)
+    return ", ".join(f"{kind}: {n} (first: {firsts[kind]})" for kind, n in by_kind(bad).items())
+
+
+def fill(writer, config, tokenizer, num_proc):
+    """Write all documents to their bins. Returns {source: {train|val: {documents, bytes, tokens}}} and the bad ones."""
+    counts, bad, total, began = {}, collections.Counter(), 0, time.time()
+
+    def put(split, piece, ids):
+        source, _, n_bytes, n_tokens, ends = piece
+        for name in ("train",) if split == "train" else ("val", f"val_{source}"):
+            writer.write(name, ids)
+        count = counts[source][split]
+        count["documents"] += int(ends)
+        count["bytes"] += n_bytes
+        count["tokens"] += n_tokens
+
+    for name in ("train", "val"):
+        writer.write(name, np.empty(0, writer.dtype))
+    for given in ("source", "val_source") if config.val_source else ("source",):
+        split = "val" if given == "val_source" else "train"
+        hold = given == "source" and not config.val_source  # hold out a part by hash
+        held, full = None, False  # the piece of the smallest hash: validation text even if none is below val_fraction
+        batches = read_source(getattr(config, given), config.data_files if given == "source" else "", config.on_error, bad,
+                              split)
+        with contextlib.closing(encode_all(batches, tokenizer, num_proc)) as results:
+            for (ids, pieces, wrong), bar in results:
+                at = 0
+                for kind, where in wrong:
+                    first = not any(k == kind for k, _ in bad)
+                    bad[kind, where if first else ""] += 1
+                for piece in pieces:
+                    source, digest, _, n, _ = piece
+                    if source not in counts and len(counts) >= MAX_SOURCES:
+                        piece = ("other", *piece[1:])
+                    counts.setdefault(piece[0], {s: dict(documents=0, bytes=0, tokens=0) for s in ("train", "val")})
+                    own, at = ids[at:at + n], at + n
+                    if hold and digest < config.val_fraction * 2 ** 64:
+                        put("val", piece, own)
+                        continue
+                    if split == "train" and config.max_tokens:
+                        if total + n > config.max_tokens:
+                            full = True
+                            break
+                        total += n
+                    if hold and config.val_fraction and (held is None or digest < held[0][1]):
+                        held, (piece, own) = (piece, own), held or (None, None)
+                    if piece is not None:
+                        put(split, piece, own)
+                tokens = sum(c["tokens"] for s in counts.values() for c in s.values())
+                bar.set_postfix_str(f"{tokens / (time.time() - began):,.0f} tokens/s", refresh=False)
+                if full:
+                    break
+        if held is not None:
+            has_val = any(c["val"]["tokens"] for c in counts.values())
+            put("train" if has_val else "val", *held)
+    for source in counts:
+        writer.write(f"val_{source}", np.empty(0, writer.dtype))
+    return counts, bad
+
+
+def main():
+    config = configure(Config, sys.argv[1:])
+    print("\n".join(f"{k} = {v!r}" for k, v in dataclasses.asdict(config).items()))
+    prepare(config)
+
+
+if __name__ == "__main__":
+    command(main)
