@@ -1,0 +1,118 @@
+"""
+Text from a checkpoint.
+
+    python sample.py --out_dir=out/quickstart/resformer --start="def " --max_new_tokens=200
+    python sample.py --out_dir=out/resformer --start=FILE:prompt.txt --num_samples=3 --temperature=0
+    python sample.py --out_dir=out/resformer --start=LINES:prompts.txt          # one prompt per line, in one batch
+
+One sample is printed while it is made. <|endoftext|> in a prompt is the end-of-text token; an empty prompt is one of it.
+"""
+import codecs
+import contextlib
+import itertools
+import sys
+import time
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from configurator import UserError, at_least, command, configure
+from model import from_checkpoint, load_checkpoint
+from prepare import get_tokenizer
+
+
+@dataclass
+class Config:
+    out_dir: str = "out"  # the run whose ckpt.pt is used
+    start: str = ""  # the prompt; FILE:path reads it from a file; LINES:path: one prompt per line; empty: end of text
+    num_samples: int = 1  # samples of each prompt
+    max_new_tokens: int = 200  # tokens to generate after the prompt
+    temperature: float = 0.8  # 0: always the likeliest token; 1: the model's own probabilities
+    top_k: int = 200  # sample from the k likeliest tokens only; 0: from all
+    top_p: float = 1.0  # sample from the smallest set whose probability reaches this; 1: from all
+    seed: int = 1337  # the same seed gives the same text
+    device: str = "auto"  # cuda, mps or cpu; auto: the first of these that is there
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: bfloat16 on CUDA that has it, else float32
+    compile: bool = False  # torch.compile the model: pays for very long texts only
+
+
+def read_prompts(start):
+    """The prompts that --start names. Raises UserError for a file that can't be read."""
+    kind, colon, path = start.partition(":")
+    if not (colon and kind in ("FILE", "LINES")):
+        return [start]
+    try:
+        with open(path, encoding="utf-8") as f:
+            text = f.read()
+    except (OSError, UnicodeDecodeError) as e:
+        raise UserError(f"--start={start}: {getattr(e, 'strerror', None) or 'not UTF-8 text'}; expected a text file") from None
+    if kind == "FILE":
+        return [text]
+    if not text.strip():
+        raise UserError(f"--start={start}: the file has no line; expected one prompt per line")
+    return text.splitlines()
+
+
+def encode_prompt(tokenizer, text):
+    """Token ids of a prompt, where <|endoftext|> is the end-of-text token. An empty prompt is one end-of-text token."""
+    ids = []
+    for i, part in enumerate(text.split("<|endoftext|>")):
+        ids += ([tokenizer.eot] if i else []) + [int(t) for t in (tokenizer.encode(part) if part else [])]
+    return ids or [tokenizer.eot]
+
+
+def main():
+    config = configure(Config, sys.argv[1:])
+    at_least(config, 1, "num_samples", "max_new_tokens")
+    at_least(config, 0, "temperature", "top_k", "seed")
+    if not 0 < config.top_p <= 1:
+        raise UserError(f"--top_p={config.top_p}: expected more than 0 and at most 1")
+    prompts = read_prompts(config.start)
+    try:
+        ckpt = load_checkpoint(f"{config.out_dir}/ckpt.pt")
+        model = from_checkpoint(ckpt)
+    except ValueError as e:
+        raise UserError(f"--out_dir={config.out_dir}: {e}") from None
+    tokenizer = get_tokenizer(ckpt["data"]["tokenizer"])
+    name = config.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        model.to(name)
+    except (RuntimeError, AssertionError) as e:
+        raise UserError(f"--device={config.device}: not usable here ({str(e).splitlines()[0]}); try --device=cpu") from None
+    device = torch.device(name)
+    bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported()
+    dtype = config.dtype if config.dtype != "auto" else "bfloat16" if bf16 else "float32"
+    if config.compile:
+        model.features = torch.compile(model.features)
+
+    ids = [encode_prompt(tokenizer, p) for p in prompts for _ in range(config.num_samples)]
+    lengths = [len(row) for row in ids]
+    width = max(lengths)
+    idx = torch.tensor([[tokenizer.eot] * (width - len(row)) + row for row in ids], device=device)
+    autocast = torch.autocast(device.type, getattr(torch, dtype)) if dtype != "float32" else contextlib.nullcontext()
+    cache_bytes = model.kv_cache(len(ids), min(model.config.block_size, width + config.max_new_tokens), "meta",
+                                 getattr(torch, dtype)).nbytes
+    began = time.perf_counter()
+    with autocast:
+        tokens = model.stream(idx, config.max_new_tokens, config.temperature, config.top_k, config.top_p, lengths,
+                              n_vocab=tokenizer.n_vocab, seed=config.seed)
+        if len(ids) == 1:
+            print(prompts[0], end="", flush=True)
+            text = codecs.getincrementaldecoder("utf-8")("replace")  # a character may take several tokens
+            for t in tokens:
+                print(text.decode(tokenizer.decode_bytes(t.tolist())), end="", flush=True)
+            print(text.decode(b"", final=True))
+        else:
+            rows = torch.stack(list(tokens), dim=1).tolist()
+            for prompt, row in zip(itertools.chain.from_iterable([p] * config.num_samples for p in prompts), rows):
+                print(prompt + tokenizer.decode_bytes(row).decode(errors="replace") + "\n---------------")
+    seconds = time.perf_counter() - began
+    print(f"[{len(ids) * config.max_new_tokens / seconds:,.0f} tokens/s, KV cache {cache_bytes:,} bytes, {name}, {dtype}]",
+          file=sys.stderr)
+
+
+if __name__ == "__main__":
+    command(main)

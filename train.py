@@ -1,0 +1,839 @@
+"""
+Train one model, or a list of runs against a baseline.
+
+    python train.py config/quickstart.py                                     # vanilla, ResFormer, SVFormer on a CPU
+    python train.py config/82M.py --data=slimpajama --value_residual=True --out_dir=out/resformer
+    torchrun --standalone --nproc_per_node=8 train.py config/82M.py --data=slimpajama --out_dir=out/vanilla
+
+The same command again continues where it stopped. A run writes to out_dir: config.json, log.jsonl (one line per iteration
+and per evaluation) and ckpt.pt. A config file that defines runs = {name: {option: value}} trains each of them into
+out_dir/name on the same batches, the first (or the one a run names as `baseline`) being the baseline, and ends with a
+table, summary.json and relative_loss.png.
+"""
+import contextlib
+import dataclasses
+import itertools
+import json
+import math
+import os
+import signal
+import statistics
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import torch
+
+import prepare
+from analysis import plot
+from configurator import UserError, at_least, command, configure, override
+from model import CHECKPOINT_VERSION, GPT, GPTConfig, KVCache, load_checkpoint
+
+
+@dataclass
+class Config(GPTConfig):
+    vocab_size: int = 0  # rows of the embedding and of the head; 0: the data's vocabulary rounded up to 64
+    # data and run
+    data: str = "builtin"  # a folder of bins, or its name in data/; builtin is prepared when it is missing
+    out_dir: str = "out"  # where the run goes; with runs: the folder of their folders
+    init_from: Literal["auto", "scratch", "resume"] = "auto"  # auto: resume when out_dir has a checkpoint
+    runs: dict = field(default_factory=dict)  # a config file's {name: {option: value}}; --runs=a,b picks some of them
+    seeds: str = ""  # with runs: repeat them with each of these, as 1337,1338,1339
+    baseline: str = ""  # a run folder to subtract the loss of; inside runs: the name of another run
+    rel_window: int = 100  # iterations of the centred moving average of the relative loss
+    # batch and schedule
+    batch_size: int = 32  # windows per process and micro-step
+    tokens_per_iter: int = 0  # tokens of the whole batch; micro-steps are derived from it; 0: batch_size windows
+    max_iters: int = 10000  # iterations in all
+    learning_rate: float = 6e-4  # the schedule's peak
+    min_lr: float = 6e-5  # where the cosine ends
+    warmup_iters: int = 120  # linear, from 1e-7 (Table 4 and the authors' scripts; the paper's text says 1,200)
+    lr_decay_iters: int = 0  # iteration at which min_lr is reached; 0: max_iters
+    decay_lr: bool = True  # False: learning_rate throughout
+    weight_decay: float = 0.1  # on matrices, embedding and head too; not on norms and mixing weights
+    beta1: float = 0.9  # AdamW
+    beta2: float = 0.95  # AdamW
+    grad_clip: float = 1.0  # largest norm of the gradient; 0: no clipping
+    value_lr_scale: float = 1.0  # learning rate of the values' mixing weights, relative to the others
+    seed: int = 1337  # of the initial weights, the data order and dropout
+    max_bad_steps: int = 10  # stop after this many steps in a row without a finite loss and gradient (each is skipped)
+    # evaluation and record
+    eval_interval: int = 1000  # iterations between evaluations; each also saves ckpt.pt
+    eval_iters: int = 20  # batches of batch_size fixed windows per validation bin
+    eval_only: bool = False  # evaluate the checkpoint and leave
+    log_interval: int = 10  # iterations between console lines; losses stay on the device in between
+    sample_tokens: int = 0  # with runs: print a text of so many tokens from each at the end
+    # machine
+    device: str = "auto"  # cuda, cuda:1, mps, cpu; auto: the first of these that is there
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: bfloat16 on CUDA that has it, else float32
+    compile: bool | Literal["auto"] = "auto"  # torch.compile; auto: on CUDA only
+    backend: Literal["auto", "nccl", "gloo"] = "auto"  # of torch.distributed; auto: nccl on CUDA, gloo on a CPU
+    activation_checkpointing: bool = False  # recompute each block in the backward pass: less memory, about a third slower
+
+
+# Dense bf16 peak of a device in FLOP/s, for MFU = flops_per_token x tokens/s / peak. Others print tokens/s only.
+PEAKS = {"H100 80GB HBM3": 989e12, "H100 SXM": 989e12, "H200": 989e12, "GH200": 989e12, "H100 NVL": 835e12,
+         "H100 PCIe": 756e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12, "RTX 3090": 71e12}
+
+
+def peak_flops(device_name):
+    """Peak by the longest matching name; None for a device not in the table."""
+    found = [name for name in PEAKS if name in device_name]
+    return PEAKS[max(found, key=len)] if found else None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Pure functions of (seed, iteration): the learning rate, the data order
+
+
+def learning_rate(it, config):
+    """Linear warmup from 1e-7 (reached: the peak, once, at warmup_iters), then cosine to min_lr (PAPER 2.2)."""
+    peak, low, warmup = config.learning_rate, config.min_lr, config.warmup_iters
+    end = config.lr_decay_iters or config.max_iters
+    if not config.decay_lr or it == warmup:
+        return peak
+    if it < warmup:
+        first = min(1e-7, peak)
+        return first + (peak - first) * it / warmup
+    if it >= end:
+        return low
+    return low + (peak - low) * 0.5 * (1 + math.cos(math.pi * (it - warmup) / (end - warmup)))
+
+
+def shuffled(index, n, seed):
+    """
+    Elements index (int array) of a random permutation of 0..n-1, without a table of n entries: a Feistel network over
+    the next even power of two, walked again while it leaves 0..n-1. Any corpus starts and resumes at once.
+    """
+    half = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
+    low = (np.uint64(1) << half) - np.uint64(1)
+    keys = np.random.SeedSequence(seed).generate_state(6, np.uint64)
+    x = np.asarray(index, np.uint64).copy()
+    todo = np.ones(x.shape, bool)
+    while todo.any():
+        left, right = x[todo] >> half, x[todo] & low
+        for key in keys:
+            mixed = (right + key) * np.uint64(0x9E3779B97F4A7C15)  # an odd constant spreads every bit upwards
+            left, right = right, left ^ ((mixed ^ mixed >> np.uint64(29)) * key >> np.uint64(33) & low)
+        x[todo] = left << half | right
+        todo = x >= n
+    return x.astype(np.int64)
+
+
+def batch_windows(it, batch, n, seed):
+    """The windows of iteration it: batch indices into n windows. Each epoch is a permutation of all n."""
+    at = np.arange(it * batch, (it + 1) * batch)
+    epochs = at // n
+    return np.concatenate([shuffled(at[epochs == e] % n, n, [seed, int(e)]) for e in np.unique(epochs)])
+
+
+class Loader:
+    """Batches of one process, read ahead by one thread and copied to the device once: (micro_batch, block_size + 1)."""
+
+    def __init__(self, train_bin, config, world, micro_batch, micro_steps, device):
+        self.bin, self.config, self.world, self.device = train_bin, config, world, device
+        self.micro_batch, self.micro_steps = micro_batch, micro_steps
+        self.pool, self.ahead, self.waited = ThreadPoolExecutor(1), {}, 0.0
+
+    def fetch(self, it, step):
+        c, world = self.config, self.world
+        batch = self.micro_batch * self.micro_steps * world.size
+        windows = batch_windows(it, batch, self.bin.windows(c.block_size), c.seed)
+        first = (step * world.size + world.rank) * self.micro_batch
+        ids = torch.from_numpy(self.bin.read(windows[first:first + self.micro_batch], c.block_size))
+        return ids.pin_memory() if self.device.type == "cuda" else ids
+
+    def __call__(self, it, step):
+        """The ids of micro-step `step` of iteration it, on the device; starts reading the next ones."""
+        began = time.perf_counter()
+        ready = self.ahead.pop((it, step), None)
+        ids = ready.result() if ready else self.fetch(it, step)
+        self.waited += time.perf_counter() - began
+        after = (it, step + 1) if step + 1 < self.micro_steps else (it + 1, 0)
+        self.ahead = {after: self.pool.submit(self.fetch, *after)}
+        return ids.to(self.device, non_blocking=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The machine: processes, device, precision
+
+
+@dataclass
+class World:
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    group: bool = False  # torch.distributed is initialized
+
+    def sum(self, tensor):
+        if self.group:
+            torch.distributed.all_reduce(tensor)
+        return tensor
+
+    def barrier(self):
+        if self.group:
+            torch.distributed.barrier()
+
+
+def resolve(config, world):
+    """The config with every auto and 0 replaced by what it stands for on this machine. Raises UserError."""
+    at_least(config, 1, "batch_size", "max_iters", "eval_interval", "eval_iters", "log_interval", "max_bad_steps", "rel_window")
+    at_least(config, 0, "learning_rate", "min_lr", "warmup_iters", "lr_decay_iters", "weight_decay", "grad_clip",
+             "tokens_per_iter", "value_lr_scale", "seed", "vocab_size", "sample_tokens")
+    at_least(config, 0, "beta1", "beta2", "dropout", below=1)
+    if config.min_lr > config.learning_rate and config.decay_lr:
+        raise UserError(f"--min_lr={config.min_lr}: expected at most learning_rate={config.learning_rate}")
+    name = config.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as e:
+        raise UserError(f"--device={config.device}: not usable here ({str(e).splitlines()[0]}); try --device=cpu") from None
+    if device.type == "cuda" and world.group and device.index is None:
+        name = f"cuda:{world.local_rank}"
+    dtype = config.dtype
+    if dtype == "auto":
+        dtype = "float32" if device.type != "cuda" else "bfloat16" if torch.cuda.is_bf16_supported() else "float16"
+    if dtype == "float16" and device.type != "cuda":
+        raise UserError("--dtype=float16: needs a CUDA device (its small range needs a gradient scaler); use bfloat16")
+    return dataclasses.replace(
+        config, device=name, dtype=dtype, compile=device.type == "cuda" if config.compile == "auto" else config.compile,
+        tokens_per_iter=config.tokens_per_iter or config.batch_size * config.block_size,
+        lr_decay_iters=config.lr_decay_iters or config.max_iters)
+
+
+def micro_batches(config, world):
+    """(windows per micro-step and process, micro-steps) of tokens_per_iter. Raises UserError that lists what divides."""
+    windows, rest = divmod(config.tokens_per_iter, config.block_size)
+    if rest or not windows:
+        near = max(1, round(config.tokens_per_iter / config.block_size)) * config.block_size
+        raise UserError(f"--tokens_per_iter={config.tokens_per_iter}: no multiple of block_size={config.block_size}; "
+                        f"the nearest is {near}")
+    each, rest = divmod(windows, world.size)
+    if rest:
+        fit = [n for n in range(1, windows + 1) if windows % n == 0]
+        raise UserError(f"a batch of {windows} windows does not divide among {world.size} processes: start "
+                        f"{', '.join(map(str, fit[:12]))} of them, or choose another --tokens_per_iter")
+    micro = min(config.batch_size, each)
+    if each % micro:
+        fit = [n for n in range(1, each + 1) if each % n == 0]
+        raise UserError(f"--batch_size={config.batch_size} does not divide the {each} windows of each process and iteration: "
+                        f"choose one of {', '.join(map(str, fit))}")
+    return micro, each // micro
+
+
+def autocast(config):
+    device_type = torch.device(config.device).type
+    if config.dtype == "float32":
+        return contextlib.nullcontext()
+    return torch.autocast(device_type, getattr(torch, config.dtype))
+
+
+def model_config(config, vocab_size):
+    options = {f.name: getattr(config, f.name) for f in dataclasses.fields(GPTConfig)}
+    return GPTConfig(**{**options, "vocab_size": vocab_size})
+
+
+def checked_model_config(config, vocab_size):
+    """GPTConfig of the options. Raises UserError with the reason when they make no sense."""
+    shape = model_config(config, vocab_size)
+    try:
+        shape.check()
+    except ValueError as e:
+        raise UserError(f"model options: {e}") from None
+    return shape
+
+
+def open_data(config):
+    """prepare.Data of config.data; the built-in corpus is made when it is missing. Raises UserError."""
+    if config.data == "builtin" and not os.path.exists("builtin") and not os.path.exists("data/builtin/meta.json"):
+        prepare.prepare(prepare.Config(val_fraction=0.05, num_proc=1, out_dir="data/builtin"))
+    data = prepare.Data(config.data)
+    for name, b in (("train", data.train), ("val", data.val["val"])):
+        if not b.windows(config.block_size):
+            raise UserError(f"{b.path}: {b.tokens} tokens, but one window needs block_size + 1 = {config.block_size + 1}; "
+                            f"lower --block_size or prepare more {name} text")
+    if 0 < config.vocab_size < data.vocab_size:
+        raise UserError(f"--vocab_size={config.vocab_size}: {data.path} was tokenized with {data.tokenizer}, whose ids go up "
+                        f"to {data.vocab_size - 1}; use 0, or at least {data.vocab_size}")
+    return data
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The record: log.jsonl, ckpt.pt, and what is read back from them
+
+
+def read_log(folder):
+    """(training lines, evaluation lines), each {iteration: line}. A torn last line, of a killed run, is left out."""
+    steps, evals = {}, {}
+    with contextlib.suppress(FileNotFoundError), open(os.path.join(folder, "log.jsonl"), encoding="utf-8") as f:
+        for text in f:
+            if text.endswith("\n"):
+                try:
+                    line = json.loads(text)
+                    (steps if "loss" in line else evals)[line["iter"]] = line
+                except (ValueError, KeyError, TypeError):
+                    raise UserError(f"{f.name}: holds a line that train.py did not write: {text[:60]!r}") from None
+    return steps, evals
+
+
+def write_whole(path, save):
+    """save(file) to a temporary name, then rename: the file is either the old one or the new one, whole."""
+    for attempt in itertools.count():
+        try:
+            with open(path + ".tmp", "wb") as f:
+                save(f)
+                f.flush()
+                os.fsync(f.fileno())
+            os.replace(path + ".tmp", path)
+            return
+        except (OSError, RuntimeError) as e:  # torch.save wraps a full disk in a RuntimeError
+            with contextlib.suppress(OSError):
+                os.remove(path + ".tmp")
+            if attempt == 2:
+                raise UserError(f"{path}: could not be written ({e}); the previous one is whole. Make room, then run the same "
+                                "command again to continue") from None
+            time.sleep(1)  # a network disk's hiccup must not end a long run
+
+
+def write_json(path, content):
+    write_whole(path, lambda f: f.write((json.dumps(content, indent=1) + "\n").encode()))
+
+
+def write_log(folder, steps, evals):
+    """A whole log.jsonl, in order: an evaluation at iteration i comes before the training line i."""
+    lines = sorted([*evals.values(), *steps.values()], key=lambda line: (line["iter"], "loss" in line))
+    write_whole(os.path.join(folder, "log.jsonl"), lambda f: f.write("".join(json.dumps(x) + "\n" for x in lines).encode()))
+
+
+def relative(line, base):
+    """Adds rel_loss or rel_val_loss to a line, against the baseline's lines, where both have finite numbers."""
+    for key in ("loss", "val_loss"):
+        other = base.get(line["iter"], {}).get(key)
+        if other is not None and line.get(key) is not None:
+            line[f"rel_{key}"] = line[key] - other
+    return line
+
+
+def fill_relative(folder, baseline):
+    """Adds the differences that were not known while the run went on, since its baseline was not finished then."""
+    (steps, evals), (base_steps, base_evals) = read_log(folder), read_log(baseline)
+    missing = [i for i in steps if i in base_steps and "rel_loss" not in steps[i]] \
+        + [i for i in evals if i in base_evals and "rel_val_loss" not in evals[i]]
+    if missing:
+        write_log(folder, {i: relative(x, base_steps) for i, x in steps.items()},
+                  {i: relative(x, base_evals) for i, x in evals.items()})
+
+
+def comparable(config, data):
+    """What must be equal for a difference of losses at the same iteration to be the system's alone."""
+    names = ("block_size", "tokens_per_iter", "seed", "learning_rate", "min_lr", "warmup_iters", "lr_decay_iters", "decay_lr")
+    return {**{n: getattr(config, n) for n in names}, "data": data.fingerprint,
+            "eval_windows": config.eval_iters * config.batch_size}
+
+
+def check_baseline(config, data, folder):
+    """Raises UserError with the names of what differs between this run and the baseline's config.json."""
+    path = os.path.join(folder, "config.json")
+    try:
+        with open(path, encoding="utf-8") as f:
+            theirs = json.load(f)["comparable"]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise UserError(f"--baseline={folder}: {path} is missing or not written by train.py") from None
+    differs = [f"{k} ({theirs.get(k)} there, {v} here)" for k, v in comparable(config, data).items() if theirs.get(k) != v]
+    if differs:
+        raise UserError(f"baseline {folder} is not comparable: {', '.join(differs)}; make them equal, or train a baseline")
+
+
+def smooth(x, y, window):
+    """Centred moving average: the window's mean x and mean y, len(y) - window + 1 points (fewer than window: one)."""
+    window = max(1, min(window, len(y)))
+    mean = [np.convolve(np.asarray(a, float), np.full(window, 1 / window), mode="valid") if len(y) else np.empty(0)
+            for a in (x, y)]
+    return mean[0], mean[1]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One run
+
+
+class Run:
+    """Everything of one run that is alive: model, optimizer, scaler, log. Made from scratch or from out_dir's checkpoint."""
+
+    def __init__(self, config, data, world):
+        self.config, self.data, self.world = config, data, world
+        self.device = torch.device(config.device)
+        self.folder = config.out_dir
+        self.shape = checked_model_config(config, config.vocab_size or -(-data.vocab_size // 64) * 64)
+        self.micro_batch, self.micro_steps = micro_batches(config, world)
+        self.iter, self.best, self.bad = 0, None, 0
+        ckpt = self.load()
+        self.model = GPT(self.shape, config.seed)
+        if ckpt:
+            try:
+                self.model.restore(ckpt["model"])
+            except ValueError as e:
+                raise UserError(f"{self.path}: {e}") from None
+        self.model.to(self.device)
+        self.model.activation_checkpointing = config.activation_checkpointing
+        self.optimizer = self.model.configure_optimizers(config.weight_decay, config.learning_rate,
+                                                         (config.beta1, config.beta2), config.value_lr_scale)
+        self.scaler = torch.amp.GradScaler("cuda") if config.dtype == "float16" else None
+        if ckpt:
+            self.optimizer.load_state_dict(ckpt["optimizer"])
+            for group in self.optimizer.param_groups:  # options of this command, where the checkpoint brought its own
+                group["betas"] = (config.beta1, config.beta2)
+                group["weight_decay"] = config.weight_decay if group["weight_decay"] else 0.0
+            if self.scaler and ckpt["scaler"]:
+                self.scaler.load_state_dict(ckpt["scaler"])
+            self.iter, self.bad = ckpt["iter"], ckpt["bad_steps"]
+        self.streak = torch.tensor(float(self.bad), device=self.device)
+        self.forward = self.model
+        self.pending = []
+
+    @property
+    def path(self):
+        return os.path.join(self.folder, "ckpt.pt")
+
+    def load(self):
+        """out_dir's checkpoint as a dict, or None. Refuses one of another model, data or seed; prints what else differs."""
+        config, exists = self.config, os.path.exists(self.path)
+        if config.init_from == "resume" and not exists:
+            raise UserError(f"--init_from=resume: {self.path} does not exist; use auto, or another --out_dir")
+        if config.init_from == "scratch" or not exists:
+            return None
+        try:
+            ckpt = load_checkpoint(self.path)
+        except ValueError as e:
+            raise UserError(f"{e}") from None
+        way_out = "choose another --out_dir, or --init_from=scratch to start over"
+        mine, theirs = dataclasses.asdict(self.shape), {**dataclasses.asdict(GPTConfig()), **ckpt["model_config"]}
+        differs = [f"{k} ({theirs[k]} there, {v} here)" for k, v in mine.items() if theirs[k] != v]
+        if differs:
+            raise UserError(f"{self.path} is of another model: {', '.join(differs)}; {way_out}")
+        if ckpt["data"]["fingerprint"] != self.data.fingerprint:
+            raise UserError(f"{self.path} was trained on other data than {self.data.path}: {way_out}")
+        if ckpt["config"]["seed"] != config.seed:
+            raise UserError(f"{self.path} has seed={ckpt['config']['seed']}, not {config.seed}: {way_out}")
+        changed = [f"{k} {ckpt['config'][k]} -> {v}" for k, v in self.plain_config().items()
+                   if k in ckpt["config"] and ckpt["config"][k] != v and k not in ("out_dir", "init_from", "eval_only")]
+        if changed:
+            self.say(f"resuming with other options than before: {', '.join(changed)}")
+        if "tokens_per_iter" in " ".join(changed):
+            self.say("the data order from here on is that of the new batch; some windows may come again before the epoch ends")
+        return ckpt
+
+    def plain_config(self):
+        return {k: v for k, v in dataclasses.asdict(self.config).items() if k != "runs"}
+
+    def say(self, text):
+        if self.world.rank == 0:
+            print(text, flush=True)
+
+    def save(self):
+        """ckpt.pt, whole or not at all, after the log it belongs to is on disk."""
+        self.flush()
+        if self.world.rank:
+            return
+        os.fsync(self.log.fileno())
+        content = dict(
+            version=CHECKPOINT_VERSION, model=self.model.state_dict(), optimizer=self.optimizer.state_dict(),
+            scaler=self.scaler.state_dict() if self.scaler else {}, iter=self.iter, model_config=dataclasses.asdict(self.shape),
+            config=self.plain_config(), val_loss=self.best, bad_steps=self.bad,
+            data=dict(fingerprint=self.data.fingerprint, tokenizer=self.data.tokenizer, vocab_size=self.data.vocab_size,
+                      eot=self.data.eot))
+        write_whole(self.path, lambda f: torch.save(content, f))
+
+    def start_log(self):
+        """config.json, and log.jsonl cut back to the checkpoint. Returns the evaluation already logged at this iteration."""
+        config, steps, evals = self.config, {}, {}
+        if self.iter:
+            steps, evals = read_log(self.folder)
+            if set(range(self.iter)) - set(steps):
+                raise UserError(f"{self.folder}/log.jsonl: lacks training lines before iteration {self.iter}, where ckpt.pt "
+                                "continues; restore it, or --init_from=scratch to start over")
+        self.base = read_log(config.baseline) if config.baseline else ({}, {})
+        done = evals.get(self.iter)
+        self.best = done["val_loss"] if done else None
+        if self.world.rank:
+            return done
+        write_log(self.folder, {i: x for i, x in steps.items() if i < self.iter},
+                  {i: x for i, x in evals.items() if i <= self.iter})
+        self.log = open(os.path.join(self.folder, "log.jsonl"), "a", encoding="utf-8")
+        write_json(os.path.join(self.folder, "config.json"), {
+            **self.plain_config(), "vocab_size": self.shape.vocab_size, "comparable": comparable(config, self.data),
+            "tokenizer": self.data.tokenizer, "n_params": self.model.num_params(),
+            "n_params_non_embedding": self.model.num_params(non_embedding=True),
+            "kv_bytes_per_token": KVCache(self.shape, 1, 1, "meta", torch.bfloat16).nbytes,
+            "flops_per_token": self.model.flops_per_token(), "micro_batch": self.micro_batch, "micro_steps": self.micro_steps,
+            "processes": self.world.size, "torch": torch.__version__})
+        return done
+
+    def flush(self):
+        """Bring the losses kept on the device to log.jsonl, a line per iteration. Returns the number of bad steps in a row."""
+        if not self.pending:
+            return 0
+        its, rates, values = zip(*self.pending)
+        self.pending = []
+        rows = torch.stack(values).tolist()  # the one wait for the device between two console lines
+        seconds, self.clock = time.perf_counter() - self.clock, time.perf_counter()
+        speed = len(its) * self.config.tokens_per_iter / seconds
+        peak = peak_flops(torch.cuda.get_device_name(self.device)) if self.device.type == "cuda" else None
+        for it, lr, (loss, norm, bad, _) in zip(its, rates, rows):
+            line = {"iter": it, "loss": loss if math.isfinite(loss) else None, "lr": lr,
+                    "grad_norm": norm if math.isfinite(norm) else None, "tokens": (it + 1) * self.config.tokens_per_iter,
+                    "tokens_per_s": speed, "data_wait": self.loader.waited / seconds}
+            if peak:
+                line["mfu"] = self.model.flops_per_token() * speed / (peak * self.world.size)
+            if bad:
+                line["skipped"] = True
+            relative(line, self.base[0])
+            if self.world.rank == 0:
+                self.log.write(json.dumps(line) + "\n")
+        if self.world.rank == 0:
+            self.log.flush()
+            left = (self.config.max_iters - its[-1] - 1) * seconds / len(its)
+            self.say(f"iter {line['iter']}: loss {line['loss'] if line['loss'] is None else format(line['loss'], '.4f')}"
+                     + (f", rel {line['rel_loss']:+.4f}" if "rel_loss" in line else "")
+                     + f", lr {line['lr']:.2e}, {speed:,.0f} tokens/s" + (f", mfu {line['mfu']:.1%}" if peak else "")
+                     + f", {int(left // 60)}m{int(left % 60):02d}s left" + (", step skipped" if bad else ""))
+        self.loader.waited, self.bad = 0.0, int(self.streak)
+        self.asked_to_stop = any(row[3] for row in rows)
+        return self.bad
+
+    @torch.no_grad()
+    def evaluate(self):
+        """
+        Mean loss over fixed, evenly spaced windows of every validation bin that has any: {bin: nats per token}.
+        Processes share the batches; a last, partial batch is filled up with ignored targets, so one shape serves all.
+        """
+        config, losses, size = self.config, {}, self.micro_batch
+        self.model.eval()
+        for name, b in self.data.val.items():
+            n = b.windows(config.block_size)
+            wanted = min(n, config.eval_iters * config.batch_size)
+            windows = np.linspace(0, n - 1, wanted).round().astype(np.int64) if wanted else []
+            total = torch.zeros(2, dtype=torch.float64)
+            for i in range(self.world.rank * size, len(windows), self.world.size * size):
+                part = windows[i:i + size]
+                ids = torch.from_numpy(b.read(np.resize(part, size), config.block_size)).to(self.device)
+                targets = ids[:, 1:].clone()
+                targets[len(part):] = -100
+                with autocast(config):
+                    _, loss = self.forward(ids[:, :-1], targets)
+                total += torch.tensor([loss.item() * len(part), len(part)], dtype=torch.float64)
+            total = self.world.sum(total.to(self.device if self.device.type == "cuda" else "cpu"))
+            if wanted:
+                losses[name] = (total[0] / total[1]).item()
+        self.model.train()
+        return losses
+
+    def log_evaluation(self, losses):
+        val = losses.pop("val")
+        line = {"iter": self.iter, "val_loss": val, "val": losses,
+                "val_mean": statistics.fmean(losses.values()) if losses else val}
+        if self.model.value_mix is not None and not self.config.eval_only:
+            line["value_mix"] = {n: {i: float(w) for i, w in row.items()} for n, row in self.model.value_mix().items()}
+        if self.model.alpha is not None:
+            line["alpha"] = self.model.alpha.tolist()
+        relative(line, self.base[1])
+        self.best = val
+        self.say(f"iter {self.iter}: val loss {val:.4f}, mean over sources {line['val_mean']:.4f}"
+                 + (f", rel {line['rel_val_loss']:+.4f}" if "rel_val_loss" in line else ""))
+        if self.world.rank == 0 and not self.config.eval_only:
+            self.log.write(json.dumps(line) + "\n")
+            self.log.flush()
+
+    def prepare_step(self):
+        """torch.compile and DDP around the model; where compiling cannot work, says so and goes on without."""
+        config = self.config
+        if config.compile:
+            self.say("compiling the model (a minute or so) ...")
+            compiled = torch.compile(self.model)
+            try:
+                with autocast(config):
+                    ids = torch.zeros(self.micro_batch, config.block_size + 1, dtype=torch.int64, device=self.device)
+                    compiled(ids[:, :-1], ids[:, 1:])[1].backward()
+                self.forward = compiled
+            except Exception as e:  # no C++ compiler, an old GPU, a platform without Triton: all kinds of errors
+                self.say(f"torch.compile does not work here ({type(e).__name__}: {str(e).strip().splitlines()[0][:120]}); "
+                         "training goes on uncompiled (--compile=False says so at once)")
+                torch._dynamo.reset()
+            self.model.zero_grad(set_to_none=True)
+        self.step_model = self.forward
+        if self.world.group:
+            from torch.nn.parallel import DistributedDataParallel
+            ids = [self.device.index] if self.device.type == "cuda" else None
+            self.step_model = DistributedDataParallel(self.forward, device_ids=ids, gradient_as_bucket_view=True)
+        self.loader = Loader(self.data.train, config, self.world, self.micro_batch, self.micro_steps, self.device)
+        self.clock = time.perf_counter()
+
+    def step(self, stop):
+        """One iteration. Nothing here waits for the device: loss, norm and whether the step was skipped stay there."""
+        config, world, it = self.config, self.world, self.iter
+        # dropout is a function of (seed, iteration, process), so that a resumed run draws what the first would have
+        torch.manual_seed(int(np.random.SeedSequence([config.seed, it, world.rank]).generate_state(1, np.uint64)[0] >> 1))
+        lr = learning_rate(it, config)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr * group["lr_scale"]
+        loss_sum = torch.zeros((), device=self.device)
+        for micro in range(self.micro_steps):
+            ids = self.loader(it, micro)
+            last = micro == self.micro_steps - 1
+            with contextlib.nullcontext() if last or not world.group else self.step_model.no_sync():
+                with autocast(config):
+                    _, loss = self.step_model(ids[:, :-1], ids[:, 1:])
+                loss = loss / self.micro_steps
+                (self.scaler.scale(loss) if self.scaler else loss).backward()
+            loss_sum += loss.detach()
+        if self.scaler:
+            self.scaler.unscale_(self.optimizer)
+        params = [p for p in self.model.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm([p.grad for p in params])
+        if config.grad_clip:
+            torch.nn.utils.clip_grads_with_norm_(params, config.grad_clip, norm)
+        shared = world.sum(torch.stack([loss_sum / world.size, torch.tensor(float(stop), device=self.device)]))
+        bad = (~torch.isfinite(norm + shared[0])).float()
+        if self.scaler:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        else:
+            self.optimizer.found_inf = bad  # the fused kernel leaves weights and moments alone where this is 1
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.streak = (self.streak + bad) * bad
+        self.pending.append((it, lr, torch.stack([shared[0], norm, bad, shared[1]])))
+        self.iter += 1
+
+    def train(self, signals):
+        """From self.iter to max_iters. Leaves by SystemExit(128 + signal) after saving, when one came."""
+        config, done = self.config, self.start_log()
+        self.asked_to_stop = False
+        self.prepare_step()
+        while True:
+            if self.iter % config.eval_interval == 0 or self.iter == config.max_iters:
+                if not done:
+                    self.flush()
+                    self.log_evaluation(self.evaluate())
+                    self.save()
+                done = None
+                self.clock = time.perf_counter()
+            if self.iter >= config.max_iters:
+                break
+            self.step(signals.came)
+            if self.iter % config.log_interval == 0 or self.iter == config.max_iters or (signals.came and not self.world.group):
+                if self.flush() >= config.max_bad_steps:
+                    raise UserError(
+                        f"iteration {self.iter - 1}: {self.bad} steps in a row without a finite loss and gradient; the last "
+                        f"checkpoint ({self.path}) is intact. Lower --learning_rate, or look at the data")
+                if self.asked_to_stop or (signals.came and not self.world.group):
+                    self.save()
+                    self.say(f"stopped by a signal at iteration {self.iter}; saved. The same command continues")
+                    raise SystemExit(128 + (signals.came or signal.SIGTERM))
+        self.loader.pool.shutdown()
+        if self.world.rank == 0:
+            self.log.close()
+            if config.baseline:
+                fill_relative(self.folder, config.baseline)
+
+
+class Signals:
+    """SIGTERM and SIGINT set `came`; the run saves and leaves at the end of its iteration. A second one kills."""
+
+    def __init__(self):
+        self.came = 0
+        for s in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(s, self.note)
+
+    def note(self, number, frame):
+        self.came = number
+        signal.signal(number, signal.SIG_DFL)
+
+
+def train_one(config, world, signals):
+    """Train, resume or skip one run in config.out_dir. Raises UserError before anything is written when it cannot start."""
+    config = resolve(config, world)
+    data = open_data(config)
+    if config.baseline and (os.path.exists(os.path.join(config.baseline, "config.json")) or not config.runs):
+        check_baseline(config, data, config.baseline)
+    with prepare.locked(config.out_dir) if world.rank == 0 else contextlib.nullcontext():
+        run = Run(config, data, world)
+        windows = data.train.windows(config.block_size)
+        batch = config.tokens_per_iter // config.block_size
+        run.say(f"{config.out_dir}: {run.model.num_params():,} parameters, {config.device}, {config.dtype}; a batch is "
+                f"{config.tokens_per_iter:,} tokens = {world.size} processes x {run.micro_steps} micro-steps x "
+                f"{run.micro_batch} windows x {config.block_size}; {config.max_iters * batch / windows:.2f} epochs of "
+                f"{windows:,} windows")
+        if config.warmup_iters >= config.lr_decay_iters and config.decay_lr:
+            run.say(f"note: warmup_iters={config.warmup_iters} is not below lr_decay_iters={config.lr_decay_iters}: the "
+                    "learning rate falls to min_lr right after its warmup, or never reaches its peak")
+        if config.eval_only:
+            run.base = ({}, {})
+            run.log_evaluation(run.evaluate())
+        elif run.iter > config.max_iters or (run.iter == config.max_iters and run.iter in read_log(run.folder)[1]):
+            run.say(f"finished at iteration {run.iter} already; a larger --max_iters continues it")
+        else:
+            if run.iter:
+                run.say(f"resuming at iteration {run.iter}")
+            run.train(signals)
+    world.barrier()
+    if config.compile:
+        torch._dynamo.reset()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A list of runs
+
+
+def plan(config):
+    """[(name, seed or None, the run's own config)] of config.runs x config.seeds, in order. Raises UserError."""
+    try:
+        seeds = [int(s) for s in config.seeds.split(",")] if config.seeds else [None]
+    except ValueError:
+        raise UserError(f"--seeds={config.seeds}: expected whole numbers, as 1337,1338,1339") from None
+    named = {o["baseline"] for o in config.runs.values() if isinstance(o, dict) and o.get("baseline")}
+    planned, first = [], next(iter(config.runs))
+    for seed, (name, options) in itertools.product(seeds, config.runs.items()):
+        if options is None:  # not picked by --runs
+            continue
+        if not isinstance(options, dict) or not name or name != os.path.basename(name) or name.startswith("."):
+            raise UserError(f"runs[{name!r}]: expected a name that can be a folder, and a dict of options")
+        run = override(config, options, f"runs[{name!r}]")
+        base = options.get("baseline") or ("" if name == first or name in named else first)
+        if base and (base not in config.runs or base == name):
+            raise UserError(f"runs[{name!r}]: baseline {base!r} is no other run; they are {', '.join(config.runs)}")
+        place = [] if seed is None else [f"seed{seed}"]
+        planned.append((name, seed, dataclasses.replace(
+            run, seed=run.seed if seed is None else seed, out_dir=os.path.join(config.out_dir, name, *place),
+            baseline=os.path.join(config.out_dir, base, *place) if base else "")))
+    return planned
+
+
+def mean_and_spread(values):
+    """{"mean", "std" (sample; None for one value), "n"}"""
+    return {"mean": statistics.fmean(values), "std": statistics.stdev(values) if len(values) > 1 else None, "n": len(values)}
+
+
+def summarize(config):
+    """
+    summary.json's content, from the folders of all finished runs: per run the final training loss (mean of the last
+    rel_window iterations), validation loss, paired differences to the baseline, size, cache and speed.
+    """
+    summary, curves = {}, {}
+    everything = dataclasses.replace(config, runs={n: o or {} for n, o in config.runs.items()})
+    for name, _, run in plan(everything):
+        steps, evals = read_log(run.out_dir)
+        path = os.path.join(run.out_dir, "config.json")
+        if not steps or not os.path.exists(path):
+            continue
+        with open(path, encoding="utf-8") as f:
+            facts = json.load(f)
+        if facts["max_iters"] not in evals:
+            continue
+        if facts["baseline"]:
+            fill_relative(run.out_dir, facts["baseline"])
+            steps, evals = read_log(run.out_dir)
+        end, last = evals[facts["max_iters"]], sorted(steps)[-facts["rel_window"]:]
+        row = summary.setdefault(name, {
+            "baseline": os.path.relpath(facts["baseline"], config.out_dir).split(os.sep)[0] if facts["baseline"] else None,
+            "n_params": facts["n_params"], "kv_bytes_per_token": facts["kv_bytes_per_token"], "seeds": {}})
+        row["seeds"][str(facts["seed"])] = one = {
+            "train_loss": statistics.fmean(x for i in last if (x := steps[i]["loss"]) is not None),
+            "val_loss": end["val_loss"], "val_mean": end["val_mean"], "val": end["val"],
+            "tokens_per_s": statistics.median(s["tokens_per_s"] for s in steps.values())}
+        relative_steps = [i for i in sorted(steps) if "rel_loss" in steps[i]]
+        if relative_steps:
+            x, y = smooth(relative_steps, [steps[i]["rel_loss"] for i in relative_steps], facts["rel_window"])
+            one["rel_loss"], one["rel_val_loss"] = float(y[-1]), end.get("rel_val_loss")
+            curves.setdefault(name, []).append((x.tolist(), y.tolist()))
+    for row in summary.values():
+        for key in ("train_loss", "val_loss", "val_mean", "rel_loss", "rel_val_loss", "tokens_per_s"):
+            values = [s[key] for s in row["seeds"].values() if s.get(key) is not None]
+            if values:
+                row[key] = mean_and_spread(values)
+    return summary, curves
+
+
+def table(summary):
+    """The summary as text; differences are mean ± standard deviation over seeds."""
+    def number(cell, form):
+        if not cell:
+            return "-"
+        return format(cell["mean"], form) + (f" ± {cell['std']:.4f}" if cell["std"] is not None else "")
+
+    head = ["run", "train loss", "val loss", "val loss - baseline", "parameters", "KV bytes/token", "tokens/s"]
+    rows = [[name, number(r["train_loss"], ".4f"), number(r["val_loss"], ".4f"), number(r.get("rel_val_loss"), "+.4f"),
+             f"{r['n_params']:,}", f"{r['kv_bytes_per_token']:,}", f"{r['tokens_per_s']['mean']:,.0f}"]
+            for name, r in summary.items()]
+    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+    return "\n".join("  ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths)))
+                     for row in [head, *rows])
+
+
+def sample_text(folder, config, tokens):
+    """A continuation of end-of-text by the checkpoint in folder."""
+    from model import from_checkpoint
+    ckpt = load_checkpoint(os.path.join(folder, "ckpt.pt"))
+    tokenizer = prepare.get_tokenizer(ckpt["data"]["tokenizer"])
+    ids = from_checkpoint(ckpt).generate(torch.tensor([[tokenizer.eot]]), tokens, temperature=0.8, top_k=200,
+                                         n_vocab=tokenizer.n_vocab, seed=config.seed)
+    return tokenizer.decode_bytes(ids[0, 1:].tolist()).decode(errors="replace")
+
+
+def train_list(config, world, signals):
+    planned = plan(config)
+    for _, _, run in planned:  # refuse everything that can be refused before the first hour of training
+        resolved = resolve(run, world)
+        checked_model_config(resolved, run.vocab_size or 64)
+        micro_batches(resolved, world)
+    for name, _, run in planned:
+        if world.rank == 0:
+            print(f"\n== {name}, seed {run.seed}", flush=True)
+        train_one(run, world, signals)
+    if world.rank or config.eval_only:
+        return
+    summary, curves = summarize(config)
+    write_json(os.path.join(config.out_dir, "summary.json"), summary)
+    picture = os.path.join(config.out_dir, "relative_loss.png")
+    plot.curves(picture, curves, x="iteration", y="loss - baseline's loss (nats per token)",
+                title=f"Relative training loss, moving average over {config.rel_window} iterations",
+                caption="Below zero: the system is ahead of its baseline on the same batches.")
+    if config.sample_tokens:
+        for name, seed, run in planned:
+            if seed is None or run.seed == int(config.seeds.split(",")[0]):
+                print(f"\n-- {name} writes:\n{sample_text(run.out_dir, run, config.sample_tokens)}")
+    print("\n" + table(summary) + f"\n\nwrote {config.out_dir}/summary.json and {picture}")
+
+
+def main():
+    config, world = configure(Config, sys.argv[1:]), World()
+    if "RANK" in os.environ:  # torchrun
+        import torch.distributed as dist
+        world = World(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"]), True)
+        cuda = torch.cuda.is_available() and not config.device.startswith("cpu")
+        if cuda:
+            torch.cuda.set_device(world.local_rank)
+        dist.init_process_group(config.backend if config.backend != "auto" else "nccl" if cuda else "gloo")
+    if world.rank == 0:
+        print("\n".join(f"{k} = {v!r}" for k, v in dataclasses.asdict(config).items()))
+    torch.set_float32_matmul_precision("high")
+    signals = Signals()
+    try:
+        if config.runs:
+            train_list(config, world, signals)
+        elif config.seeds:
+            raise UserError("--seeds needs a config file that defines runs; for one run use --seed")
+        else:
+            train_one(config, world, signals)
+    finally:
+        if world.group:
+            dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    command(main)
