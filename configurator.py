@@ -146,7 +146,7 @@ def configure(Config, argv):
 
 
 def describe(Config):
-    """One line per option: --name=default and its trailing comment, in the order of definition."""
+    """One line per option: --name=default, its trailing comment and the words it takes, in the order of definition."""
     comments = {}
     for cls in reversed(Config.__mro__[:-1]):
         name = None
@@ -156,10 +156,12 @@ def describe(Config):
             elif token.type == tokenize.COMMENT and name and token.start[1] > 4:
                 comments[name] = (comments.get(name, "") if token.line.strip().startswith("#") else "") \
                     + token.string.strip("# ") + " "
-    lines = []
+    lines, hints = [], typing.get_type_hints(Config)
     for f in dataclasses.fields(Config):
         default = f.default if f.default is not dataclasses.MISSING else f.default_factory()
-        lines.append(f"  --{f.name}={default}".ljust(36) + " " + comments.get(f.name, "").strip())
+        words = typing.get_args(hints[f.name]) if typing.get_origin(hints[f.name]) is typing.Literal else ()
+        choices = f" ({' | '.join(words)})" if words else ""
+        lines.append(f"  --{f.name}={default}".ljust(36) + " " + comments.get(f.name, "").strip() + choices)
     return "\n".join(lines)
 
 

@@ -32,10 +32,10 @@ class GPTConfig:
     # shape; the defaults are the paper's 82M model (Table 4)
     block_size: int = 2048  # longest context, in tokens
     vocab_size: int = 50304  # rows of the embedding and of the head
-    n_layer: int = 8  # blocks
+    n_layer: int = 8  # blocks, each attention and SwiGLU
     n_head: int = 8  # query heads
     n_kv_head: int = 0  # key/value heads, fewer than n_head is GQA; 0: n_head
-    n_embd: int = 512  # width
+    n_embd: int = 512  # width of the residual stream
     n_ffn: int = 0  # hidden width of SwiGLU; 0: 3.5 x n_embd, as in the paper
     dropout: float = 0.0  # the paper uses none
     rope_theta: float = 10000.0  # base of the rotary position embedding

@@ -54,8 +54,8 @@ class Config(GPTConfig):
     lr_decay_iters: int = 0  # iteration at which min_lr is reached; 0: max_iters
     decay_lr: bool = True  # False: learning_rate throughout
     weight_decay: float = 0.1  # on matrices, embedding and head too; not on norms and mixing weights
-    beta1: float = 0.9  # AdamW
-    beta2: float = 0.95  # AdamW
+    beta1: float = 0.9  # AdamW's average of gradients
+    beta2: float = 0.95  # AdamW's average of squared gradients
     grad_clip: float = 1.0  # largest norm of the gradient; 0: no clipping
     value_lr_scale: float = 1.0  # learning rate of the values' mixing weights, relative to the others
     seed: int = 1337  # of the initial weights, the data order and dropout
@@ -249,10 +249,12 @@ def checked_model_config(config, vocab_size):
     return shape
 
 
-def open_data(config):
+def open_data(config, world):
     """prepare.Data of config.data; the built-in corpus is made when it is missing. Raises UserError."""
-    if config.data == "builtin" and not os.path.exists("builtin") and not os.path.exists("data/builtin/meta.json"):
-        prepare.prepare(prepare.Config(val_fraction=0.05, num_proc=1, out_dir="data/builtin"))
+    if config.data == "builtin" and not os.path.exists("builtin"):
+        if world.rank == 0 and not os.path.exists("data/builtin/meta.json"):
+            prepare.prepare(prepare.Config(val_fraction=0.05, num_proc=1, out_dir="data/builtin"))
+        world.barrier()
     data = prepare.Data(config.data)
     for name, b in (("train", data.train), ("val", data.val["val"])):
         if not b.windows(config.block_size):
@@ -371,7 +373,7 @@ class Run:
         self.folder = config.out_dir
         self.shape = checked_model_config(config, config.vocab_size or -(-data.vocab_size // 64) * 64)
         self.micro_batch, self.micro_steps = micro_batches(config, world)
-        self.iter, self.best, self.bad = 0, None, 0
+        self.iter, self.val_loss, self.bad = 0, None, 0
         ckpt = self.load()
         self.model = GPT(self.shape, config.seed)
         if ckpt:
@@ -444,7 +446,7 @@ class Run:
         content = dict(
             version=CHECKPOINT_VERSION, model=self.model.state_dict(), optimizer=self.optimizer.state_dict(),
             scaler=self.scaler.state_dict() if self.scaler else {}, iter=self.iter, model_config=dataclasses.asdict(self.shape),
-            config=self.plain_config(), val_loss=self.best, bad_steps=self.bad,
+            config=self.plain_config(), val_loss=self.val_loss, bad_steps=self.bad,
             data=dict(fingerprint=self.data.fingerprint, tokenizer=self.data.tokenizer, vocab_size=self.data.vocab_size,
                       eot=self.data.eot))
         write_whole(self.path, lambda f: torch.save(content, f))
@@ -459,7 +461,7 @@ class Run:
                                 "continues; restore it, or --init_from=scratch to start over")
         self.base = read_log(config.baseline) if config.baseline else ({}, {})
         done = evals.get(self.iter)
-        self.best = done["val_loss"] if done else None
+        self.val_loss = done["val_loss"] if done else None
         if self.world.rank:
             return done
         write_log(self.folder, {i: x for i, x in steps.items() if i < self.iter},
@@ -542,7 +544,7 @@ class Run:
         if self.model.alpha is not None:
             line["alpha"] = self.model.alpha.tolist()
         relative(line, self.base[1])
-        self.best = val
+        self.val_loss = val
         self.say(f"iter {self.iter}: val loss {val:.4f}, mean over sources {line['val_mean']:.4f}"
                  + (f", rel {line['rel_val_loss']:+.4f}" if "rel_val_loss" in line else ""))
         if self.world.rank == 0 and not self.config.eval_only:
@@ -597,7 +599,7 @@ class Run:
         norm = torch.nn.utils.get_total_norm([p.grad for p in params])
         if config.grad_clip:
             torch.nn.utils.clip_grads_with_norm_(params, config.grad_clip, norm)
-        shared = world.sum(torch.stack([loss_sum / world.size, torch.tensor(float(stop), device=self.device)]))
+        shared = world.sum(torch.stack([loss_sum / world.size, torch.full((), float(stop), device=self.device)]))
         bad = (~torch.isfinite(norm + shared[0])).float()
         if self.scaler:
             self.scaler.step(self.optimizer)
@@ -658,7 +660,7 @@ class Signals:
 def train_one(config, world, signals):
     """Train, resume or skip one run in config.out_dir. Raises UserError before anything is written when it cannot start."""
     config = resolve(config, world)
-    data = open_data(config)
+    data = open_data(config, world)
     if config.baseline and (os.path.exists(os.path.join(config.baseline, "config.json")) or not config.runs):
         check_baseline(config, data, config.baseline)
     with prepare.locked(config.out_dir) if world.rank == 0 else contextlib.nullcontext():
@@ -793,7 +795,8 @@ def train_list(config, world, signals):
         micro_batches(resolved, world)
     for name, _, run in planned:
         if world.rank == 0:
-            print(f"\n== {name}, seed {run.seed}", flush=True)
+            own = ", ".join(f"{k}={v}" for k, v in config.runs[name].items())
+            print(f"\n== {name}, seed {run.seed}" + (f": {own}" if own else ""), flush=True)
         train_one(run, world, signals)
     if world.rank or config.eval_only:
         return
@@ -820,7 +823,7 @@ def main():
             torch.cuda.set_device(world.local_rank)
         dist.init_process_group(config.backend if config.backend != "auto" else "nccl" if cuda else "gloo")
     if world.rank == 0:
-        print("\n".join(f"{k} = {v!r}" for k, v in dataclasses.asdict(config).items()))
+        print("\n".join(f"{k} = {v!r}" for k, v in dataclasses.asdict(resolve(config, world)).items()))
     torch.set_float32_matmul_precision("high")
     signals = Signals()
     try:
