@@ -443,6 +443,7 @@ class Run:
         if self.world.rank:
             return
         os.fsync(self.log.fileno())
+        began = time.perf_counter()
         content = dict(
             version=CHECKPOINT_VERSION, model=self.model.state_dict(), optimizer=self.optimizer.state_dict(),
             scaler=self.scaler.state_dict() if self.scaler else {}, iter=self.iter, model_config=dataclasses.asdict(self.shape),
@@ -450,6 +451,7 @@ class Run:
             data=dict(fingerprint=self.data.fingerprint, tokenizer=self.data.tokenizer, vocab_size=self.data.vocab_size,
                       eot=self.data.eot))
         write_whole(self.path, lambda f: torch.save(content, f))
+        self.say(f"saved {self.path}, {os.path.getsize(self.path) / 2 ** 20:,.0f} MiB ({time.perf_counter() - began:.1f} s)")
 
     def start_log(self):
         """config.json, and log.jsonl cut back to the checkpoint. Returns the evaluation already logged at this iteration."""
@@ -535,18 +537,21 @@ class Run:
         self.model.train()
         return losses
 
-    def log_evaluation(self, losses):
-        val = losses.pop("val")
+    def log_evaluation(self):
+        began = time.perf_counter()
+        losses = self.evaluate()
+        val, seconds = losses.pop("val"), time.perf_counter() - began
         line = {"iter": self.iter, "val_loss": val, "val": losses,
                 "val_mean": statistics.fmean(losses.values()) if losses else val}
         if self.model.value_mix is not None and not self.config.eval_only:
-            line["value_mix"] = {n: {i: float(w) for i, w in row.items()} for n, row in self.model.value_mix().items()}
+            line["value_mix"] = {n: {i: float(w.detach() if torch.is_tensor(w) else w) for i, w in row.items()}
+                                 for n, row in self.model.value_mix().items()}
         if self.model.alpha is not None:
             line["alpha"] = self.model.alpha.tolist()
         relative(line, self.base[1])
-        self.val_loss = val
+        self.val_loss, line["eval_s"] = val, seconds
         self.say(f"iter {self.iter}: val loss {val:.4f}, mean over sources {line['val_mean']:.4f}"
-                 + (f", rel {line['rel_val_loss']:+.4f}" if "rel_val_loss" in line else ""))
+                 + (f", rel {line['rel_val_loss']:+.4f}" if "rel_val_loss" in line else "") + f" ({seconds:.1f} s)")
         if self.world.rank == 0 and not self.config.eval_only:
             self.log.write(json.dumps(line) + "\n")
             self.log.flush()
@@ -621,7 +626,7 @@ class Run:
             if self.iter % config.eval_interval == 0 or self.iter == config.max_iters:
                 if not done:
                     self.flush()
-                    self.log_evaluation(self.evaluate())
+                    self.log_evaluation()
                     self.save()
                 done = None
                 self.clock = time.perf_counter()
@@ -676,7 +681,7 @@ def train_one(config, world, signals):
                     "learning rate falls to min_lr right after its warmup, or never reaches its peak")
         if config.eval_only:
             run.base = ({}, {})
-            run.log_evaluation(run.evaluate())
+            run.log_evaluation()
         elif run.iter > config.max_iters or (run.iter == config.max_iters and run.iter in read_log(run.folder)[1]):
             run.say(f"finished at iteration {run.iter} already; a larger --max_iters continues it")
         else:
