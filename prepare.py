@@ -5,8 +5,10 @@ Text -> token bins.
     python prepare.py --source=notes.txt --tokenizer=bytes --out_dir=data/notes
     python prepare.py                        # the built-in corpus: Python's own standard library, as bytes
 
-Reads .jsonl, .jsonl.gz and .jsonl.zst shards with records {"text": ..., "meta": {"redpajama_set_name": ...}}, and .txt files.
-Shards are streamed; nothing is unpacked to disk. Writes to out_dir
+    python prepare.py --source=DKYoon/SlimPajama-6B --max_tokens=1_000_000_000 --out_dir=data/slimpajama     # from the hub
+
+Reads .jsonl, .jsonl.gz, .jsonl.zst and .parquet shards with records {"text": ..., "meta": {"redpajama_set_name": ...}}, .txt
+files, and sets of the Hugging Face hub. All are streamed; nothing is unpacked to disk. Writes to out_dir
 
     train.bin, val.bin       token ids, raw little-endian uint16 (uint32 where the vocabulary needs it)
     val_SOURCE.bin           val.bin's documents of one source, for every source seen
@@ -39,7 +41,7 @@ from tqdm import tqdm
 
 from configurator import UserError, at_least, command, configure
 
-SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".txt")
+SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".txt")
 BATCH = 1 << 19  # bytes of text per task: large enough to hide the pool's overhead, small enough to bound memory
 PIECE = 1 << 16  # a .txt file is read, and split into training and validation text, in pieces of about this many bytes
 MAX_SOURCES = 64  # each source has an open file; later ones count as "other"
@@ -47,14 +49,16 @@ MAX_SOURCES = 64  # each source has an open file; later ones count as "other"
 
 @dataclasses.dataclass
 class Config:
-    source: str = "builtin"  # a file or folder of shards; builtin: the sources of Python's standard library
+    source: str = "builtin"  # a file or folder of shards, a hub set as owner/name; builtin: Python's standard library
     data_files: str = ""  # only the files of the source that match these patterns, as chunk1/*,chunk2/*
-    val_source: str = ""  # validation text, as source; empty: split source by val_fraction
+    val_source: str = ""  # validation text, as source; empty: source's own validation part, else split by val_fraction
     out_dir: str = ""  # where the bins go; empty: data/ and the source's name
-    tokenizer: str = "auto"  # a tiktoken name, bytes, or a path to a .tiktoken file; auto: gpt2 (builtin: bytes)
+    tokenizer: str = "auto"  # a tiktoken name, bytes, a path to .tiktoken or tokenizer.json; auto: gpt2 (builtin: bytes)
     num_proc: int = 0  # processes that tokenize; 1: none beside this one; 0: one per core
     val_fraction: float = 0.005  # share of the documents held out, chosen by a hash of each document
     max_tokens: int = 0  # stop before the document that would exceed this many training tokens; 0: no limit
+    mix: str = ""  # shares of max_tokens by source, as CommonCrawl:50,C4:20 (the paper's: README); empty: all as it comes
+    seed: int = 1337  # with mix: the order in which the shards are visited
     on_error: Literal["stop", "skip"] = "stop"  # what a damaged shard does: stop the run, or be reported and skipped
 
 
@@ -86,10 +90,49 @@ class Tiktoken:
         return self.encoding.decode_bytes([int(i) for i in ids])
 
 
+class Json:
+    """A tokenizer.json of Hugging Face's tokenizers, such as GPT-NeoX's, the paper's. Special tokens in documents are text."""
+
+    def __init__(self, path, tokenizer):
+        self.name, self.tokenizer, self.n_vocab = os.path.abspath(path), tokenizer, tokenizer.get_vocab_size()
+        self.eot = next((i for t in ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
+                         if (i := tokenizer.token_to_id(t)) is not None), None)
+        if self.eot is None:
+            raise UserError(f"tokenizer {path}: has no end-of-text token (<|endoftext|>, <|end_of_text|>, </s> or <eos>)")
+        tokenizer.encode_special_tokens = True
+        shown = [*range(33, 127), *range(161, 173), *range(174, 256)]  # byte-level BPE spells other bytes as 256, 257, ...
+        hidden = [b for b in range(256) if b not in shown]
+        self.byte = {chr(b): b for b in shown} | {chr(256 + i): b for i, b in enumerate(hidden)}
+
+    def encode(self, text):
+        return np.array(self.tokenizer.encode(text, add_special_tokens=False).ids, np.uint32)
+
+    def decode_bytes(self, ids):
+        out = b""
+        for i in ids:
+            token = self.tokenizer.id_to_token(int(i)) or ""
+            known = all(c in self.byte for c in token)
+            out += bytes(self.byte[c] for c in token) if known else token.encode()
+        return out
+
+
 def get_tokenizer(name):
-    """The tokenizer of this name, or of this path to a .tiktoken file of ranks. Raises UserError."""
+    """The tokenizer of this name, or of this path to a .tiktoken file of ranks or a tokenizer.json. Raises UserError."""
     if name == "bytes":
         return Bytes()
+    if name.endswith(".json"):
+        try:
+            import tokenizers
+        except ImportError:
+            raise UserError(f"tokenizer {name!r} needs the package tokenizers: pip install tokenizers") from None
+        if not os.path.isfile(name):
+            raise UserError(f"tokenizer {name}: no such file")
+        try:
+            return Json(name, tokenizers.Tokenizer.from_file(name))
+        except UserError:
+            raise
+        except Exception as e:  # tokenizers raises bare Exception
+            raise UserError(f"tokenizer {name}: not a tokenizer.json of the tokenizers package ({e})") from None
     try:
         import tiktoken
     except ImportError:
@@ -106,7 +149,7 @@ def get_tokenizer(name):
         return Tiktoken(os.path.abspath(name), tiktoken.Encoding(
             name, pat_str=gpt2_words, mergeable_ranks=ranks, special_tokens={"<|endoftext|>": len(ranks)}))
     if name not in tiktoken.list_encoding_names():
-        raise UserError(f"tokenizer {name!r}: expected bytes, a path to a .tiktoken file, or one of "
+        raise UserError(f"tokenizer {name!r}: expected bytes, a path to a .tiktoken file or tokenizer.json, or one of "
                         f"{', '.join(tiktoken.list_encoding_names())}")
     try:
         return Tiktoken(name, tiktoken.get_encoding(name))
@@ -129,7 +172,7 @@ class BadShard(UserError):
 def find_files(source, patterns=""):
     """The files of a file or folder, sorted by name. Raises UserError when there are none."""
     if not os.path.exists(source):
-        raise UserError(f"source {source!r}: no such file or folder, and not 'builtin'")
+        raise UserError(f"source {source!r}: no such file or folder, and neither 'builtin' nor a hub set as owner/name")
     if os.path.isfile(source):
         files = [source]
     else:
@@ -156,6 +199,8 @@ def read_items(path, bar):
             raise BadShard(f"{path}: a Git LFS pointer of {size} bytes, not the data: run git lfs pull")
         if path.endswith(".txt"):
             yield from read_text(f, path, bar)
+        elif path.endswith(".parquet"):
+            yield from read_parquet(f, path, bar)
         else:
             yield from read_lines(path, decompressed(f, path, bar))
 
@@ -223,6 +268,94 @@ def decompressed(f, path, bar):
         raise BadShard(f"{path}: cut after byte {f.tell()}, inside a compressed frame; fetch the file again")
 
 
+def as_line(record):
+    """A record of another format as the line of JSON that encode_batch reads."""
+    return json.dumps({k: record[k] for k in ("text", "meta", "source") if k in record}, default=str).encode()
+
+
+def read_parquet(f, path, bar):
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise UserError(f"{path} needs the package pyarrow: pip install pyarrow") from None
+    row = 0
+    try:
+        table = pyarrow.parquet.ParquetFile(f)
+        columns = [c for c in table.schema_arrow.names if c in ("text", "meta", "source")]
+        for group in range(table.num_row_groups):
+            for part in table.iter_batches(batch_size=256, row_groups=[group], columns=columns):
+                for record in part.to_pylist():
+                    yield "json", as_line(record), f"{path} row {row}", True
+                    row += 1
+            bar.update(os.path.getsize(path) // table.num_row_groups)
+    except (pyarrow.ArrowException, OSError) as e:
+        raise BadShard(f"{path}: not Parquet, cut or damaged after row {row}: {str(e).splitlines()[0]}; "
+                       "fetch the file again") from None
+
+
+def is_hub(source):
+    return bool(re.fullmatch(r"[\w.-]+/[\w.-]+(:\w+)?", source)) and not os.path.exists(source)
+
+
+def open_hub(source, patterns=""):
+    """
+    A streamed split of a hub set, from owner/name or owner/name:split (train by default); a local folder in the hub's
+    layout opens the same way. Raises UserError for a set that is missing or out of reach.
+    """
+    try:
+        import datasets
+    except ImportError:
+        raise UserError(f"source {source!r} is no local path, and a hub set needs the package datasets: "
+                        "pip install datasets") from None
+    name, _, split = source.partition(":")
+    datasets.disable_progress_bars()
+    try:
+        return datasets.load_dataset(name, data_files=[p.strip() for p in patterns.split(",")] if patterns else None,
+                                     split=split or "train", streaming=True)
+    except Exception as e:  # the hub client raises its own kinds for no network, no such set, no permission
+        raise UserError(
+            f"source {source!r}: no such local path, and the hub set could not be opened ({type(e).__name__}: "
+            f"{str(e).strip().splitlines()[0][:160]}); check the name and the network. SlimPajama's original has left the "
+            "hub: DKYoon/SlimPajama-6B is a sample of it; shards you have open by their folder") from None
+
+
+def has_validation(source):
+    """The validation part of a hub set or of a folder in the hub's layout, as a source; None when it has none."""
+    if is_hub(source) and ":" not in source:
+        try:
+            import datasets
+            splits = datasets.get_dataset_split_names(source)
+        except Exception:  # open_hub says what is wrong
+            return None
+        return next((f"{source}:{s}" for s in ("validation", "valid", "val") if s in splits), None)
+    return next((p for p in (os.path.join(source, s) for s in ("validation", "valid", "val")) if os.path.isdir(p)), None)
+
+
+def read_hub(source, patterns, bar, retries=5):
+    """The records of a hub set. After a broken connection, continues behind the last record; gives up after `retries`."""
+    stream = open_hub(source, patterns)
+    done, mark, state, failed = 0, 0, stream.state_dict(), 0
+    while True:
+        try:
+            for i, record in enumerate(stream, mark):
+                if i < done:
+                    continue  # read before the connection broke
+                yield "json", as_line(record), f"{source} record {i}", True
+                done, failed = i + 1, 0
+                if done % 1024 == 0:
+                    mark, state = done, stream.state_dict()
+            return
+        except Exception as e:  # whatever the HTTP stack raises
+            failed += 1
+            if failed > retries:
+                raise UserError(f"source {source!r}: the connection broke at record {done} and did not come back "
+                                f"({type(e).__name__}: {str(e).strip()[:120]}); nothing was written, start again") from None
+            bar.write(f"{source}: connection lost at record {done} ({type(e).__name__}); trying again", file=sys.stderr)
+            time.sleep(min(60, 2 ** failed))
+            stream.load_state_dict(state)
+
+
 def builtin_files():
     """The .py files of the running interpreter's standard library, without its tests and installed packages."""
     root, found = sysconfig.get_paths()["stdlib"], []
@@ -242,11 +375,19 @@ def read_builtin(path, bar):
         yield "python", text, path, True
 
 
-def read_source(source, patterns, on_error, bad, desc):
-    """Batches (lists of items) of a whole source; the batches' limits depend on nothing but the text."""
-    files, read = (builtin_files()[1], read_builtin) if source == "builtin" else (find_files(source, patterns), read_items)
+def read_source(source, patterns, on_error, bad, desc, seed=None):
+    """Batches (lists of items) of a whole source; the batches' limits depend on nothing but the text (and the seed)."""
+    if source == "builtin":
+        files, read, total = builtin_files()[1], read_builtin, None
+    elif is_hub(source):
+        files, read, total = [source], lambda path, bar: read_hub(path, patterns, bar), 0
+    else:
+        files, read, total = find_files(source, patterns), read_items, None
+    if seed is not None:
+        files = [files[i] for i in np.random.default_rng(seed).permutation(len(files))]
     batch, size = [], 0
-    with tqdm(total=sum(map(os.path.getsize, files)), unit="B", unit_scale=True, desc=desc, mininterval=0.5) as bar:
+    total = sum(map(os.path.getsize, files)) if total is None else None
+    with tqdm(total=total, unit="B", unit_scale=True, desc=desc, mininterval=0.5) as bar:
         for path in files:
             try:
                 for item in read(path, bar):
@@ -300,6 +441,9 @@ def encode_batch(items, tokenizer=None):
                             if isinstance(record, dict) and "text" in record and text is None else "no text", where))
                 continue
             meta = record.get("meta")
+            if isinstance(meta, str) and meta.startswith("{"):  # some Parquet sets keep it as text
+                with contextlib.suppress(ValueError):
+                    meta = json.loads(meta)
             named = [d.get(key) for d, key in ((meta, "redpajama_set_name"), (meta, "source"), (record, "source"))
                      if isinstance(d, dict)]
             source = next((s for s in named if isinstance(s, str) and s), "other").removeprefix("RedPajama")
@@ -482,10 +626,16 @@ def prepare(config):
     num_proc = config.num_proc or os.cpu_count() or 1
     meta = dict(format=1, tokenizer=tokenizer.name, vocab_size=tokenizer.n_vocab, eot=tokenizer.eot,
                 dtype=str(bin_dtype(tokenizer.n_vocab)), source=config.source, val_source=config.val_source,
-                val_fraction=config.val_fraction, max_tokens=config.max_tokens)
+                val_fraction=config.val_fraction, max_tokens=config.max_tokens, mix=config.mix, seed=config.seed)
+    quotas = parse_mix(config)
+    if not config.val_source and (found := has_validation(config.source)):
+        config = dataclasses.replace(config, val_source=found)
+        print(f"validation text: {found}")
+    if os.path.isdir(os.path.join(config.source, "train")):  # the hub's layout
+        config = dataclasses.replace(config, source=os.path.join(config.source, "train"))
     for source in filter(None, (config.source, config.val_source)):
         if source != "builtin":
-            find_files(source, config.data_files if source == config.source else "")
+            (open_hub if is_hub(source) else find_files)(source, config.data_files if source == config.source else "")
     if config.source == "builtin":
         root, files = builtin_files()
         digest = hashlib.sha256()
@@ -497,7 +647,7 @@ def prepare(config):
     with locked(folder):
         writer = Writer(folder, bin_dtype(tokenizer.n_vocab))
         try:
-            counts, bad = fill(writer, config, tokenizer, num_proc)
+            counts, bad, dry = fill(writer, config, tokenizer, num_proc, quotas)
             bins = {n: f.tell() // writer.dtype.itemsize for n, f in writer.files.items()}
             if not bins["train"] or not bins["val"]:
                 empty = "train" if not bins["train"] else "val"
@@ -517,8 +667,28 @@ def prepare(config):
                                           for s, c in splits.items()))
     if bad:
         print(f"skipped or mended: {summary(bad)}")
+    for source, quota in quotas.items():
+        got = counts.get(source, {"train": {"tokens": 0}})["train"]["tokens"]
+        print(f"  mix {source}: {got:,} of {quota:,} tokens" + (": it ran dry" if source in dry else ""))
     print(f"wrote {folder}: train {bins['train']:,} tokens, val {bins['val']:,} tokens ({tokenizer.name})")
     return meta
+
+
+def parse_mix(config):
+    """{source: training tokens} of config.mix. Raises UserError."""
+    if not config.mix:
+        return {}
+    try:
+        shares = {name.strip().removeprefix("RedPajama"): float(share)
+                  for name, share in (part.split(":") for part in config.mix.split(","))}
+        if min(shares.values()) <= 0:
+            raise ValueError
+    except ValueError:
+        raise UserError(f"--mix={config.mix}: expected source:share,source:share with shares above 0, as "
+                        "CommonCrawl:50,C4:20") from None
+    if not config.max_tokens:
+        raise UserError("--mix needs --max_tokens: the shares are of that many training tokens")
+    return {name: int(config.max_tokens * share / sum(shares.values())) for name, share in shares.items()}
 
 
 def by_kind(bad):
@@ -536,9 +706,13 @@ def summary(bad):
     return ", ".join(f"{kind}: {n} (first: {firsts[kind]})" for kind, n in by_kind(bad).items())
 
 
-def fill(writer, config, tokenizer, num_proc):
-    """Write all documents to their bins. Returns {source: {train|val: {documents, bytes, tokens}}} and the bad ones."""
+def fill(writer, config, tokenizer, num_proc, quotas):
+    """
+    Write all documents to their bins. Returns {source: {train|val: {documents, bytes, tokens}}}, the bad ones as
+    {(kind, where): count}, and the quotas of the mix that were not filled.
+    """
     counts, bad, total, began = {}, collections.Counter(), 0, time.time()
+    open_quotas = dict(quotas)  # source -> training tokens still wanted; a source leaves when its next document is too long
 
     def put(split, piece, ids):
         source, _, n_bytes, n_tokens, ends = piece
@@ -556,7 +730,7 @@ def fill(writer, config, tokenizer, num_proc):
         hold = given == "source" and not config.val_source  # hold out a part by hash
         held, full = None, False  # the piece of the smallest hash: validation text even if none is below val_fraction
         batches = read_source(getattr(config, given), config.data_files if given == "source" else "", config.on_error, bad,
-                              split)
+                              split, config.seed if quotas and given == "source" else None)
         with contextlib.closing(encode_all(batches, tokenizer, num_proc)) as results:
             for (ids, pieces, wrong), bar in results:
                 at = 0
@@ -565,6 +739,9 @@ def fill(writer, config, tokenizer, num_proc):
                     bad[kind, where if first else ""] += 1
                 for piece in pieces:
                     source, digest, _, n, _ = piece
+                    if quotas and source not in quotas:
+                        at += n
+                        continue
                     if source not in counts and len(counts) >= MAX_SOURCES:
                         piece = ("other", *piece[1:])
                     counts.setdefault(piece[0], {s: dict(documents=0, bytes=0, tokens=0) for s in ("train", "val")})
@@ -572,7 +749,15 @@ def fill(writer, config, tokenizer, num_proc):
                     if hold and digest < config.val_fraction * 2 ** 64:
                         put("val", piece, own)
                         continue
-                    if split == "train" and config.max_tokens:
+                    if split == "train" and quotas:
+                        if n > open_quotas.get(source, 0):
+                            open_quotas.pop(source, None)
+                            full = not open_quotas
+                            if full:
+                                break
+                            continue
+                        open_quotas[source] -= n
+                    elif split == "train" and config.max_tokens:
                         if total + n > config.max_tokens:
                             full = True
                             break
@@ -590,7 +775,7 @@ def fill(writer, config, tokenizer, num_proc):
             put("train" if has_val else "val", *held)
     for source in counts:
         writer.write(f"val_{source}", np.empty(0, writer.dtype))
-    return counts, bad
+    return counts, bad, open_quotas
 
 
 def main():

@@ -111,8 +111,8 @@ def main():
             rows = torch.stack(list(tokens), dim=1).tolist()
             for prompt, row in zip(itertools.chain.from_iterable([p] * config.num_samples for p in prompts), rows):
                 print(prompt + tokenizer.decode_bytes(row).decode(errors="replace") + "\n---------------")
-    seconds = time.perf_counter() - began
-    print(f"[{len(ids) * (config.max_new_tokens - 1) / seconds:,.0f} tokens/s, KV cache {cache_bytes:,} bytes, {name}, {dtype}]",
+    speed = len(ids) * (config.max_new_tokens - 1) / (time.perf_counter() - began)
+    print(f"[{speed:,.0f} tokens/s, KV cache {cache_bytes:,} bytes, {name}, {dtype}]",
           file=sys.stderr)
 
 

@@ -12,6 +12,7 @@ table, summary.json and relative_loss.png.
 """
 import contextlib
 import dataclasses
+import datetime
 import itertools
 import json
 import math
@@ -19,6 +20,7 @@ import os
 import signal
 import statistics
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -66,6 +68,8 @@ class Config(GPTConfig):
     eval_only: bool = False  # evaluate the checkpoint and leave
     log_interval: int = 10  # iterations between console lines; losses stay on the device in between
     sample_tokens: int = 0  # with runs: print a text of so many tokens from each at the end
+    wandb_log: bool = False  # send the log's lines to Weights & Biases too (pip install wandb)
+    tensorboard_log: bool = False  # write the log's lines for TensorBoard too, to out_dir (pip install tensorboard)
     # machine
     device: str = "auto"  # cuda, cuda:1, mps, cpu; auto: the first of these that is there
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: bfloat16 on CUDA that has it, else float32
@@ -364,6 +368,34 @@ def smooth(x, y, window):
 # One run
 
 
+def open_boards(config):
+    """Functions that each take a line of the log, for the boards asked for. log.jsonl stays the record. Raises UserError."""
+    boards = []
+    if config.tensorboard_log:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise UserError("--tensorboard_log needs the package tensorboard: pip install tensorboard") from None
+        writer = SummaryWriter(config.out_dir)
+
+        def to_tensorboard(line):
+            for key, value in line.items():
+                if key != "iter" and isinstance(value, (int, float)):
+                    writer.add_scalar(key, value, line["iter"])
+            if "val_loss" in line:
+                writer.flush()
+        boards.append(to_tensorboard)
+    if config.wandb_log:
+        try:
+            import wandb
+        except ImportError:
+            raise UserError("--wandb_log needs the package wandb: pip install wandb") from None
+        run = wandb.init(project="nanoResFormer", name=config.out_dir, dir=config.out_dir, reinit="create_new",
+                         config={k: v for k, v in dataclasses.asdict(config).items() if k != "runs"})
+        boards.append(lambda line: run.log({k: v for k, v in line.items() if k != "iter"}, step=line["iter"]))
+    return boards
+
+
 class Run:
     """Everything of one run that is alive: model, optimizer, scaler, log. Made from scratch or from out_dir's checkpoint."""
 
@@ -437,11 +469,12 @@ class Run:
         if self.world.rank == 0:
             print(text, flush=True)
 
-    def save(self):
+    def save(self, signals):
         """ckpt.pt, whole or not at all, after the log it belongs to is on disk."""
         self.flush()
         if self.world.rank:
             return
+        signals.saving = True
         os.fsync(self.log.fileno())
         began = time.perf_counter()
         content = dict(
@@ -451,6 +484,7 @@ class Run:
             data=dict(fingerprint=self.data.fingerprint, tokenizer=self.data.tokenizer, vocab_size=self.data.vocab_size,
                       eot=self.data.eot))
         write_whole(self.path, lambda f: torch.save(content, f))
+        signals.saving = False
         self.say(f"saved {self.path}, {os.path.getsize(self.path) / 2 ** 20:,.0f} MiB ({time.perf_counter() - began:.1f} s)")
 
     def start_log(self):
@@ -468,7 +502,7 @@ class Run:
             return done
         write_log(self.folder, {i: x for i, x in steps.items() if i < self.iter},
                   {i: x for i, x in evals.items() if i <= self.iter})
-        self.log = open(os.path.join(self.folder, "log.jsonl"), "a", encoding="utf-8")
+        self.log, self.boards = open(os.path.join(self.folder, "log.jsonl"), "a", encoding="utf-8"), open_boards(config)
         write_json(os.path.join(self.folder, "config.json"), {
             **self.plain_config(), "vocab_size": self.shape.vocab_size, "comparable": comparable(config, self.data),
             "tokenizer": self.data.tokenizer, "n_params": self.model.num_params(),
@@ -497,8 +531,7 @@ class Run:
             if bad:
                 line["skipped"] = True
             relative(line, self.base[0])
-            if self.world.rank == 0:
-                self.log.write(json.dumps(line) + "\n")
+            self.record(line)
         if self.world.rank == 0:
             self.log.flush()
             left = (self.config.max_iters - its[-1] - 1) * seconds / len(its)
@@ -509,6 +542,12 @@ class Run:
         self.loader.waited, self.bad = 0.0, int(self.streak)
         self.asked_to_stop = any(row[3] for row in rows)
         return self.bad
+
+    def record(self, line):
+        if self.world.rank == 0:
+            self.log.write(json.dumps(line) + "\n")
+            for board in self.boards:
+                board(line)
 
     @torch.no_grad()
     def evaluate(self):
@@ -552,9 +591,8 @@ class Run:
         self.val_loss, line["eval_s"] = val, seconds
         self.say(f"iter {self.iter}: val loss {val:.4f}, mean over sources {line['val_mean']:.4f}"
                  + (f", rel {line['rel_val_loss']:+.4f}" if "rel_val_loss" in line else "") + f" ({seconds:.1f} s)")
-        if self.world.rank == 0 and not self.config.eval_only:
-            self.log.write(json.dumps(line) + "\n")
-            self.log.flush()
+        if not self.config.eval_only:
+            self.record(line)
 
     def prepare_step(self):
         """torch.compile and DDP around the model; where compiling cannot work, says so and goes on without."""
@@ -627,19 +665,20 @@ class Run:
                 if not done:
                     self.flush()
                     self.log_evaluation()
-                    self.save()
+                    self.save(signals)
                 done = None
                 self.clock = time.perf_counter()
             if self.iter >= config.max_iters:
                 break
             self.step(signals.came)
+            signals.beats += 1
             if self.iter % config.log_interval == 0 or self.iter == config.max_iters or (signals.came and not self.world.group):
                 if self.flush() >= config.max_bad_steps:
                     raise UserError(
                         f"iteration {self.iter - 1}: {self.bad} steps in a row without a finite loss and gradient; the last "
                         f"checkpoint ({self.path}) is intact. Lower --learning_rate, or look at the data")
                 if self.asked_to_stop or (signals.came and not self.world.group):
-                    self.save()
+                    self.save(signals)
                     self.say(f"stopped by a signal at iteration {self.iter}; saved. The same command continues")
                     raise SystemExit(128 + (signals.came or signal.SIGTERM))
         self.loader.pool.shutdown()
@@ -652,14 +691,26 @@ class Run:
 class Signals:
     """SIGTERM and SIGINT set `came`; the run saves and leaves at the end of its iteration. A second one kills."""
 
-    def __init__(self):
-        self.came = 0
+    def __init__(self, patience=None):
+        self.came, self.beats, self.saving = 0, 0, False
         for s in (signal.SIGTERM, signal.SIGINT):
             signal.signal(s, self.note)
+        if patience:  # among several processes: leave even when this one waits, deep in C, for one that is gone
+            read, write = os.pipe()
+            os.set_blocking(write, False)
+            signal.set_wakeup_fd(write)
+            threading.Thread(target=self.watch, args=(read, patience), daemon=True).start()
 
     def note(self, number, frame):
         self.came = number
         signal.signal(number, signal.SIG_DFL)
+
+    def watch(self, pipe, patience):
+        number, seen = os.read(pipe, 1)[0], None
+        while self.saving or seen != self.beats:  # goes on as long as iterations end or a checkpoint is written
+            seen = self.beats
+            time.sleep(patience)
+        os._exit(128 + number)
 
 
 def train_one(config, world, signals):
@@ -818,29 +869,57 @@ def train_list(config, world, signals):
     print("\n" + table(summary) + f"\n\nwrote {config.out_dir}/summary.json and {picture}")
 
 
-def main():
-    config, world = configure(Config, sys.argv[1:]), World()
-    if "RANK" in os.environ:  # torchrun
-        import torch.distributed as dist
-        world = World(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"]), True)
-        cuda = torch.cuda.is_available() and not config.device.startswith("cpu")
-        if cuda:
-            torch.cuda.set_device(world.local_rank)
-        dist.init_process_group(config.backend if config.backend != "auto" else "nccl" if cuda else "gloo")
-    if world.rank == 0:
-        print("\n".join(f"{k} = {v!r}" for k, v in dataclasses.asdict(resolve(config, world)).items()))
-    torch.set_float32_matmul_precision("high")
-    signals = Signals()
+def join_group(config):
+    """This process's World; under torchrun, joins the others."""
+    if "RANK" not in os.environ:
+        return World()
+    import torch.distributed as dist
+    world = World(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"]), True)
+    cuda = torch.cuda.is_available() and config.device in ("auto", "cuda")
+    if cuda and world.local_rank >= torch.cuda.device_count():
+        raise UserError(f"process {world.local_rank} of this machine has no GPU of its own: there are "
+                        f"{torch.cuda.device_count()}; lower --nproc_per_node, or --device=cpu")
+    if cuda:
+        torch.cuda.set_device(world.local_rank)
+    # torchrun ends the others when one process dies, so the group's own clock need only outlast a slow disk or evaluation
+    dist.init_process_group(config.backend if config.backend != "auto" else "nccl" if cuda else "gloo",
+                            timeout=datetime.timedelta(hours=2))
+    return world
+
+
+@contextlib.contextmanager
+def one_voice(world, signals):
+    """Of several processes with the same complaint one is heard, and one that died is heard before those that lost it."""
     try:
+        yield
+    except (UserError, OSError, RuntimeError) as e:
+        lost = isinstance(e, RuntimeError) and any(w in str(e) for w in ("gloo", "NCCL", "Connection", "connection"))
+        if world.group and (lost or (world.rank and isinstance(e, UserError))):
+            for _ in range(50):  # torchrun signals the survivors as soon as the first one has left
+                time.sleep(0.1)
+                if signals.came:
+                    os._exit(128 + signals.came)
+            if lost:
+                raise UserError(f"process {world.rank} lost another one, whose own message says why") from None
+        raise
+
+
+def main():
+    config = configure(Config, sys.argv[1:])
+    world = join_group(config)
+    signals = Signals(patience=5 if world.group else None)
+    with one_voice(world, signals):
+        if world.rank == 0:
+            print("\n".join(f"{k} = {v!r}" for k, v in dataclasses.asdict(resolve(config, world)).items()))
+        torch.set_float32_matmul_precision("high")
         if config.runs:
             train_list(config, world, signals)
         elif config.seeds:
             raise UserError("--seeds needs a config file that defines runs; for one run use --seed")
         else:
             train_one(config, world, signals)
-    finally:
-        if world.group:
-            dist.destroy_process_group()
+    if world.group:
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

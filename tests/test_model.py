@@ -485,6 +485,9 @@ def test_weights_do_not_depend_on_other_layers_or_groups():
     for n in mha:
         rows = slice(0, 32) if "c_attn" in n else slice(None)  # queries
         assert torch.equal(mha[n][rows], gqa[n][rows])
+    no_keys = GPT(config(shared_key=True)).state_dict()["transformer.h.2.attn.c_attn.weight"]  # q and v of layer 3
+    q, _, v = mha["transformer.h.2.attn.c_attn.weight"].split(32)
+    assert torch.equal(no_keys, torch.cat((q, v)))
 
 
 @system

@@ -194,8 +194,8 @@ def make_source(folder, kind, docs):
     return path
 
 
-@pytest.mark.parametrize("kind", [".jsonl", ".jsonl crlf", ".jsonl open", ".jsonl utf8", ".jsonl.gz", ".jsonl.zst", "frames.zst",
-                                  "frames.gz", "folder"])
+@pytest.mark.parametrize("kind", [".jsonl", ".jsonl crlf", ".jsonl open", ".jsonl utf8", ".jsonl.gz", ".jsonl.zst",
+                                  "frames.zst", "frames.gz", "folder"])
 @pytest.mark.parametrize("tokenizer", ["bytes", "tiktoken"])
 def test_round_trip(tmp_path, ranks, kind, tokenizer):
     (tmp_path / "in").mkdir()
@@ -312,10 +312,10 @@ def test_text_equal_to_a_document_counts_twice(tmp_path):
 
 def test_the_bytes_are_the_same_for_any_number_of_processes(tmp_path, ranks):
     """3 MB, several tasks, every kind of file; meta.json too."""
-    docs = some_docs(4000, words=400)
-    shard(tmp_path / "in" / "a.jsonl", docs[:1500])
-    shard(tmp_path / "in" / "b.jsonl.zst", docs[1500:3000])
-    shard(tmp_path / "in" / "c.jsonl.gz", docs[3000:])
+    docs = some_docs(2400, words=400)
+    shard(tmp_path / "in" / "a.jsonl", docs[:800])
+    shard(tmp_path / "in" / "b.jsonl.zst", docs[800:1600])
+    shard(tmp_path / "in" / "c.jsonl.gz", docs[1600:])
     (tmp_path / "in" / "d.txt").write_text("a line of text\n" * 60000)
     (tmp_path / "in" / "e.jsonl").write_bytes(record("") + b"broken\n" + record("\ud800 half") + record("last"))
     for n in (2, 4):
@@ -413,14 +413,15 @@ def test_ranges(tmp_path, options):
 
 
 def test_every_source_has_a_file_even_an_empty_one(tmp_path):
-    docs = [(f"document {i}", "C4") for i in range(200)] + [("alone", "Only-one.x_")]
-    meta = prep(shard(tmp_path / "a.jsonl", docs), tmp_path / "out", val_fraction=0.02)
-    assert set(meta["sources"]) == {"C4", "Only-one.x_"} and (tmp_path / "out" / "val_Only-one.x_.bin").read_bytes() == b""
+    docs = [(f"document {i}", "C4") for i in range(200)] + [(f"alone {i}", f"Only-{i}.x_") for i in range(9)]
+    meta = prep(shard(tmp_path / "a.jsonl", docs), tmp_path / "out", val_fraction=0.1)
     check_bins(tmp_path / "out", docs)
+    empty = [source for source in meta["sources"] if (tmp_path / "out" / f"val_{source}.bin").stat().st_size == 0]
+    assert empty and all(meta["bins"][f"val_{source}"] == 0 for source in empty)
 
 
 @pytest.mark.parametrize("meta, source", [
-    ({"redpajama_set_name": "RedPajamaArXiv"}, "ArXiv"), ({"redpajama_set_name": "RedPajamaCommonCrawl", "x": 1}, "CommonCrawl"),
+    ({"redpajama_set_name": "RedPajamaArXiv"}, "ArXiv"), ({"redpajama_set_name": "RedPajamaGithub", "x": 1}, "Github"),
     ({"source": "arxiv", "language": "en"}, "arxiv"), ({}, None), (None, None), ("text", None), ([1], None),
     ({"redpajama_set_name": None}, None), ({"redpajama_set_name": 7}, None), ({"redpajama_set_name": ""}, None),
     ({"redpajama_set_name": "../../etc/passwd"}, None), ({"redpajama_set_name": "a b/c\0é"}, None),
@@ -504,7 +505,7 @@ def test_max_tokens_exactly_reached(tmp_path):
         assert meta["sources"]["C4"]["train"] == dict(documents=fit, bytes=5 * fit, tokens=6 * fit)
 
 
-@pytest.mark.parametrize("limit", [100, 2000, 20_000])
+@pytest.mark.parametrize("limit", [500, 2000, 20_000])
 @pytest.mark.parametrize("fraction", [1e-9, 0.2])
 def test_max_tokens_with_a_split(tmp_path, limit, fraction):
     docs = some_docs(400)
@@ -516,7 +517,7 @@ def test_max_tokens_with_a_split(tmp_path, limit, fraction):
 
 def test_max_tokens_too_small_for_any_document(tmp_path):
     path = shard(tmp_path / "a.jsonl", some_docs())
-    with pytest.raises(UserError, match="(?s)train"):
+    with pytest.raises(UserError, match="max_tokens"):
         prep(path, tmp_path / "out", max_tokens=2, val_source=path)
     assert snapshot(tmp_path / "out") == {}
 
@@ -609,8 +610,9 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch, package, options):
     prep(shard(tmp_path / "b.jsonl.gz", some_docs()), tmp_path / "out")
 
 
-LONG = {"carets": "^" * 1_000_000, "letters": "a" * 200_000, "ideographs": "".join(chr(0x4e00 + i % 20_000) for i in range(10 ** 6)),
-        "one ideograph": "中" * 10 ** 6, "digits": "7" * 10 ** 6, "spaces": "a" + " " * 1_200_000 + "b", "lines": "\n" * 1_200_000 + "b"}
+LONG = {"carets": "^" * 1_000_000, "letters": "a" * 200_000, "digits": "7" * 1_000_000, "one ideograph": "中" * 1_000_000,
+        "ideographs": "".join(chr(0x4e00 + i % 20_000) for i in range(1_000_000)),
+        "spaces": "a" + " " * 1_200_000 + "b", "lines": "\n" * 1_200_000 + "b"}
 
 
 @pytest.mark.parametrize("name", LONG)
@@ -644,9 +646,11 @@ def test_a_long_run_of_characters_with_gpt2(tmp_path, gpt2, name):
 def test_bad_documents_are_counted_and_the_run_goes_on(tmp_path, capsys):
     """B22 and its like. Each line is one of several, so that a count per kind can be told from another's."""
     docs = some_docs(40)
-    bad = [b"not json\n"] * 2 + [b'{"text": "cut\n'] + [b'{"no": "text"}\n'] * 4 + [b'{"text": null}\n'] * 5 \
-        + [record("")] * 6 + [record(" \n\t\u3000")] * 1 + [b'{"text": 5}\n'] * 3 + [b'{"text": ["a"]}\n'] + [b'["list"]\n'] * 2 \
-        + [b'{"text": "\xff\xfe"}\n'] * 8 + [b"null\n", b"7\n", b'"text"\n'] + [b"[" * 100_000 + b"\n"]
+    not_json = [b"not json\n"] * 2 + [b'{"text": "cut\n'] + [b"[" * 100_000 + b"\n"]
+    no_text = [b'{"no": "text"}\n'] * 4 + [b'{"text": 5}\n'] * 3 + [b'{"text": ["a"]}\n'] + [b'["list"]\n'] * 2 \
+        + [b"null\n", b"7\n", b'"text"\n']
+    bad = not_json + no_text + [b'{"text": null}\n'] * 5 + [record("")] * 6 + [record(" \n\t\u3000")] \
+        + [b'{"text": "\xff\xfe"}\n'] * 8
     good = [record(*doc) for doc in docs]
     lines = good + bad
     random.Random(0).shuffle(lines)
@@ -654,11 +658,11 @@ def test_bad_documents_are_counted_and_the_run_goes_on(tmp_path, capsys):
     meta = prep(tmp_path / "a.jsonl", tmp_path / "out")
     check_bins(tmp_path / "out", docs)
     skipped = meta["skipped"]
-    assert sum(skipped.values()) == len(bad) and len(skipped) >= 4
-    kind = {name: sum(n for k, n in skipped.items() if name in k.lower()) for name in ("json", "null", "empty", "utf", "no text")}
-    assert kind == {"json": 4, "null": 5, "empty": 7, "utf": 8, "no text": 4 + 3 + 1 + 2 + 3}
+    assert sum(skipped.values()) == len(bad)
+    for name, n in {"JSON": len(not_json), "null": 5, "empty": 7, "UTF-8": 8, "no text": len(no_text)}.items():
+        assert sum(count for kind, count in skipped.items() if name in kind) == n, name
     out = capsys.readouterr().out
-    first = 1 + next(i for i, line in enumerate(lines) if line == b"not json\n" or line[:13] == b'{"text": "cut' or line[:2] == b"[[")
+    first = 1 + min(lines.index(line) for line in not_json)
     for name, n in skipped.items():
         assert re.search(rf"{re.escape(name)}: {n}\b", out)
     assert re.search(rf"a\.jsonl line {first}\b", out)  # where the first of a kind is
@@ -708,6 +712,7 @@ def test_all_documents_bad(tmp_path, content):
 # ---------------------------------------------------------------------------------------------------------------------
 # Bad shards
 
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 123456\n"
 BODY = [record(f"document {i} " + str(random.Random(i).random()), "C4") for i in range(60)]
 
 
@@ -733,9 +738,8 @@ BAD = {
     "text named zst": ("b.jsonl.zst", b"".join(BODY), 0, r"byte 0\b"),
     "text named gz": ("b.jsonl.gz", b"".join(BODY), 0, r"byte 0\b"),
     "gz named zst": ("b.jsonl.zst", compress(b"".join(BODY), ".gz"), 0, r"byte 0\b"),
-    "pointer": ("b.jsonl.zst", b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 123456\n", 0,
-                r"LFS"),
-    "plain pointer": ("b.jsonl", b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 9\n", 0, r"LFS"),
+    "pointer": ("b.jsonl.zst", POINTER, 0, r"LFS"),
+    "plain pointer": ("b.jsonl", POINTER, 0, r"LFS"),
     "damaged zst": ("b.jsonl.zst", frames(".zst")[0] + flip(frames(".zst")[1]) + frames(".zst")[2], 20, r"byte \d+"),
     "damaged gz": ("b.jsonl.gz", frames(".gz")[0] + flip(frames(".gz")[1]) + frames(".gz")[2], 20, r"byte \d+"),
     "junk after zst": ("b.jsonl.zst", frames(".zst")[0] + b"junk that is no frame", 20, rf"byte {len(frames('.zst')[0])}\b"),
@@ -758,10 +762,11 @@ def test_bad_shard(tmp_path, name):
     prep(shard(tmp_path / "old.jsonl", some_docs(30, ("Old",), seed=2)), out)
     old = snapshot(out)
 
-    done = cli(f"--source={tmp_path / 'in'}", f"--out_dir={out}", "--tokenizer=bytes", "--num_proc=1", "--val_fraction=0.2")
-    message = one_line(done)
+    with pytest.raises(UserError) as e:
+        prep(tmp_path / "in", out)
+    message = str(e.value)
     assert os.path.join("in", file) in message and re.search(words, message), message
-    assert re.search(r"\b(byte|line) \d+|\d+ bytes", message) and "on_error=skip" in message
+    assert re.search(r"\b(byte|line) \d+|\d+ bytes", message) and "on_error=skip" in message and "\n" not in message
     assert snapshot(out) == old
     prepare.Data(str(out))
 
@@ -776,6 +781,33 @@ def test_bad_shard(tmp_path, name):
     assert not collections.Counter(body[:before]) - rest  # those before the damage
     assert not rest - collections.Counter(body)  # and nothing that is no document
     assert not [name for name in snapshot(out) if name.endswith(".tmp")]
+
+
+@pytest.mark.parametrize("name", ["empty", "cut zst", "cut jsonl"])
+def test_bad_shard_on_the_command_line(tmp_path, name):
+    prep(shard(tmp_path / "old.jsonl", some_docs()), tmp_path / "out")
+    old = snapshot(tmp_path / "out")
+    path = tmp_path / BAD[name][0]
+    path.write_bytes(BAD[name][1])
+    assert str(path) in one_line(cli(f"--source={path}", f"--out_dir={tmp_path / 'out'}", "--tokenizer=bytes", "--num_proc=1"))
+    assert snapshot(tmp_path / "out") == old
+
+
+@pytest.mark.parametrize("suffix", [".zst", ".gz"])
+def test_damage_far_inside_a_large_frame(tmp_path, suffix):
+    """1.5 MB in one frame, damaged near its end: the place is told and most of what is before it is kept."""
+    texts = [f"{i} {random.Random(i).randbytes(1000).hex()}" for i in range(1500)]
+    path = tmp_path / ("a.jsonl" + suffix)
+    data = compress(b"".join(map(record, texts)), suffix)
+    at = len(data) * 9 // 10
+    path.write_bytes(data[:at] + b"\xff" * 2000 + data[at + 2000:])
+    with pytest.raises(UserError) as e:
+        prep(path, tmp_path / "out")
+    place = re.search(r"byte ([\d,]+)", str(e.value))
+    assert place and len(data) // 2 < int(place.group(1).replace(",", "")) <= len(data)
+    prep(path, tmp_path / "out", on_error="skip")
+    kept = bag(in_bin(tmp_path / "out" / "train.bin") + in_bin(tmp_path / "out" / "val.bin"))
+    assert not collections.Counter(texts[:900]) - kept and not kept - collections.Counter(texts)
 
 
 def test_all_shards_bad_is_an_error_even_with_skip(tmp_path):
@@ -951,12 +983,14 @@ def wait_for(condition, seconds, what):
 @contextlib.contextmanager
 def in_the_middle(source, out_dir, ranks):
     """A prepare with two workers that has begun to write. Yields (process, workers); kills what is left."""
-    process = subprocess.Popen([sys.executable, SCRIPT, f"--source={source}", f"--out_dir={out_dir}", f"--tokenizer={ranks}",
-                                "--num_proc=2"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    workers = []
+    log = out_dir.parent / "log.txt"  # no pipe: a worker left over would keep it open
+    with open(log, "w") as f:
+        process = subprocess.Popen([sys.executable, SCRIPT, f"--source={source}", f"--out_dir={out_dir}",
+                                    f"--tokenizer={ranks}", "--num_proc=2"], stdout=subprocess.DEVNULL, stderr=f)
+    process.log, workers = log, []
     try:
         wait_for(lambda: process.poll() is not None or any(p.stat().st_size for p in out_dir.glob("*.tmp")), 20, "writing")
-        assert process.poll() is None, process.communicate()
+        assert process.poll() is None, log.read_text()
         workers = workers_of(process.pid)
         assert len(workers) == 2
         yield process, workers
@@ -965,7 +999,7 @@ def in_the_middle(source, out_dir, ranks):
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGCONT)
                 os.kill(pid, signal.SIGKILL)
-        process.communicate()
+        process.wait()
 
 
 @linux
@@ -976,8 +1010,8 @@ def test_a_killed_worker_ends_the_run(tmp_path, slow_source, ranks):
     old = snapshot(out)
     with in_the_middle(slow_source, out, ranks) as (process, workers):
         os.kill(workers[0], signal.SIGKILL)
-        stdout, stderr = process.communicate(timeout=20)
-        message = one_line(subprocess.CompletedProcess([], process.returncode, stdout, stderr))
+        process.wait(timeout=20)
+        message = one_line(subprocess.CompletedProcess([], process.returncode, "", process.log.read_text()))
         assert "process" in message and "num_proc" in message
         wait_for(lambda: not any(map(alive, workers)), 5, "the other worker gone")
     assert snapshot(out) == old
@@ -994,12 +1028,11 @@ def test_a_killed_program_leaves_the_old_bins(tmp_path, slow_source, ranks):
     old, fingerprint = snapshot(out), prepare.Data(str(out)).fingerprint
     with in_the_middle(slow_source, out, ranks) as (process, workers):
         process.kill()
-        process.communicate()
+        process.wait()
         assert {name: data for name, data in snapshot(out).items() if not name.endswith(".tmp")} == old
         assert prepare.Data(str(out)).fingerprint == fingerprint
         prep(path, out)
-        assert snapshot(out) == old  # no *.tmp of the killed run either
-        check_bins(out, docs)
+        check_bins(out, docs)  # and no *.tmp of the killed run
 
 
 @linux
@@ -1007,8 +1040,8 @@ def test_a_killed_program_leaves_no_workers(tmp_path, slow_source, ranks):
     """After kill -9 of the program its processes must not wait for work for ever, holding memory."""
     with in_the_middle(slow_source, tmp_path / "out", ranks) as (process, workers):
         process.kill()
-        process.communicate()
-        wait_for(lambda: not any(map(alive, workers)), 8, "workers gone")
+        process.wait()
+        wait_for(lambda: not any(map(alive, workers)), 5, "workers gone")
 
 
 @linux
@@ -1027,7 +1060,7 @@ def test_two_at_once_in_one_folder(tmp_path, slow_source, ranks):
         prep(path, tmp_path / "elsewhere")
         process.send_signal(signal.SIGTERM)
         process.send_signal(signal.SIGCONT)
-        process.communicate(timeout=20)
+        process.wait(timeout=20)
     prep(path, out)  # the lock went with its holder
 
 
@@ -1062,12 +1095,12 @@ def test_import_does_no_work(tmp_path):
 
 
 @linux
-@pytest.mark.parametrize("kind", [".jsonl.zst", ".jsonl", ".txt", "same.jsonl.zst"])
+@pytest.mark.parametrize("kind", [".jsonl.zst", ".txt", "same.jsonl.zst"])
 def test_memory_is_bounded(tmp_path, kind):
-    """B17: 60 MB of text, or 400 MB that compress to next to nothing, with two processes: no process holds 300 MB."""
+    """B17: 60 MB of text, or 200 MB that compress to next to nothing, with two processes: no process holds 300 MB."""
     rng = random.Random(0)
     block = "".join(rng.choices("etaoin shrdlu", k=200_000))
-    mega = 400 if kind == "same.jsonl.zst" else 60
+    mega = 200 if kind == "same.jsonl.zst" else 60
     texts = (block[k:] + block[:k] if mega == 60 else block for k in rng.choices(range(200_000), k=mega * 5))
     with open(tmp_path / ("in" + kind), "wb") as f, \
             zstandard.ZstdCompressor(level=1).stream_writer(f) if kind.endswith(".zst") else contextlib.nullcontext(f) as w:
@@ -1075,8 +1108,8 @@ def test_memory_is_bounded(tmp_path, kind):
             w.write(record(text) if "jsonl" in kind else text.encode() + b"\n")
     script = "import resource, subprocess, sys; r = subprocess.run(sys.argv[1:], stdout=subprocess.DEVNULL); " \
              "print(r.returncode, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"
-    done = subprocess.run([sys.executable, "-c", script, sys.executable, SCRIPT, f"--source={tmp_path / ('in' + kind)}",
-                           f"--out_dir={tmp_path / 'out'}", "--tokenizer=bytes", "--num_proc=2"], capture_output=True, text=True)
+    argv = [sys.executable, SCRIPT, f"--source={tmp_path / ('in' + kind)}", f"--out_dir={tmp_path / 'out'}", "--num_proc=2"]
+    done = subprocess.run([sys.executable, "-c", script, *argv, "--tokenizer=bytes"], capture_output=True, text=True)
     code, kilobytes = map(int, done.stdout.split())
     size = sum(os.path.getsize(tmp_path / "out" / f"{name}.bin") for name in ("train", "val"))
     shutil.rmtree(tmp_path / "out")
@@ -1269,11 +1302,13 @@ def test_fingerprint(folder, tmp_path):
     assert prepare.Data(str(tmp_path / "again")).fingerprint == first
     seen = {first}
     for name in ("train.bin", "val.bin"):
-        data = (folder / name).read_bytes()
-        for at in (0, len(data) // 4 * 2, len(data) - 2):
-            (folder / name).write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1:])
+        ids = np.fromfile(folder / name, "<u2")
+        for at in (0, len(ids) // 2, -1):
+            changed = ids.copy()
+            changed[at] = (ids[at] + 1) % 257
+            changed.tofile(folder / name)
             seen.add(prepare.Data(str(folder)).fingerprint)
-        (folder / name).write_bytes(data)
+        ids.tofile(folder / name)
     assert len(seen) == 7
     meta = json.loads((folder / "meta.json").read_text())
     (folder / "meta.json").write_text(json.dumps({**meta, "tokenizer": "gpt2", "vocab_size": 50257}))
