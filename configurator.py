@@ -10,6 +10,7 @@ from a file or the command line, passes the same typed gate (convert).
 
 Bad input raises UserError; command(main) turns it into one line on stderr and exit code 2.
 """
+import contextlib
 import dataclasses
 import difflib
 import inspect
@@ -45,16 +46,16 @@ def command(main):
     sys.exit(2)
 
 
-def convert(value, hint, name):
+def convert(value, hint, name, typed=False):
     """
-    The typed gate: value (text from the command line, or an object from a config file) as type hint.
+    The typed gate: value as type hint. typed: it is text from the command line, where numbers are spelled out.
     int widens to float; bool takes true/false/1/0 in any case; None only where the hint has it;
     a Literal takes the listed words. Nothing else changes type. Raises UserError.
     """
     kinds = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
     text = value.strip() if isinstance(value, str) else None
     for kind in kinds:
-        if kind is type(None) and (value is None or text == "None"):
+        if kind is type(None) and (value is None or typed and text == "None"):
             return None
         if typing.get_origin(kind) is typing.Literal and value in typing.get_args(kind):
             return value
@@ -62,13 +63,11 @@ def convert(value, hint, name):
             flag = {"true": True, "1": True, "false": False, "0": False}.get((text or repr(value)).lower())
             if flag is not None:
                 return flag
-        if kind in (int, float) and not isinstance(value, bool):
-            try:
-                number = kind(text) if text is not None else value
-            except ValueError:
-                continue
-            if isinstance(number, (int, kind)) and math.isfinite(number):
-                return kind(number)
+        if kind in (int, float) and not isinstance(value, bool) and typed == (text is not None):
+            with contextlib.suppress(ValueError, OverflowError):
+                number = kind(text) if typed else value
+                if isinstance(number, (int, kind)) and math.isfinite(number):
+                    return kind(number)
         if kind in (str, dict) and isinstance(value, kind):
             return value
     expected = []
@@ -81,9 +80,11 @@ def convert(value, hint, name):
     raise UserError(f"{name}: found {value!r}, expected {' or '.join(expected)}")
 
 
-def override(config, values, where):
-    """A copy of config with values (name -> value), each known by name and passed through the gate; where names
-    their origin in error messages. `runs` in a file is a dict; as text it picks some of the runs by name."""
+def override(config, values, where, typed=False):
+    """
+    A copy of config with values (name -> value), each known by name and passed through the gate; where names their origin
+    in error messages. `runs` in a file is a dict; as text it picks some of them by name: the others stay, as None.
+    """
     hints, new = typing.get_type_hints(type(config)), {}
     for name, value in values.items():
         if name not in hints:
@@ -96,8 +97,8 @@ def override(config, values, where):
                 if word not in have:
                     raise UserError(f"{where}: {name} has no {word!r}; a config file given before defines: "
                                     f"{', '.join(have) or 'none'}")
-            value = {word: have[word] for word in picked} or have
-        new[name] = convert(value, hints[name], f"{where}: {name}")
+            value = {word: have[word] if word in picked else None for word in have} if picked else have
+        new[name] = convert(value, hints[name], f"{where}: {name}", typed)
     return dataclasses.replace(config, **new)
 
 
@@ -141,7 +142,7 @@ def configure(Config, argv):
         options.pop(name, None)
         options[name] = value
     for name, value in options.items():
-        config = override(config, {name: value}, "command line")
+        config = override(config, {name: value}, "command line", typed=True)
     return config
 
 

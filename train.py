@@ -719,6 +719,8 @@ def train_one(config, world, signals):
     data = open_data(config, world)
     if config.baseline and (os.path.exists(os.path.join(config.baseline, "config.json")) or not config.runs):
         check_baseline(config, data, config.baseline)
+    checked_model_config(config, config.vocab_size or data.vocab_size)
+    micro_batches(config, world)
     with prepare.locked(config.out_dir) if world.rank == 0 else contextlib.nullcontext():
         run = Run(config, data, world)
         windows = data.train.windows(config.block_size)

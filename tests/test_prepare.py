@@ -211,7 +211,7 @@ def test_round_trip(tmp_path, ranks, kind, tokenizer):
 def test_the_ranks_are_used(tmp_path, ranks):
     """Merges happen, within the words of gpt2's pattern only."""
     path = shard(tmp_path / "a.jsonl", [("the then xxxx", "C4"), ("other", "C4")])
-    prep(path, tmp_path / "out", tokenizer=ranks, val_fraction=0.5)
+    prep(path, tmp_path / "out", tokenizer=ranks, val_fraction=1e-9)
     ids = {tuple(np.fromfile(tmp_path / "out" / f"{name}.bin", "<u2").tolist()) for name in ("train", "val")}
     rank = {token: i for i, token in enumerate(TOKENS)}
     words = [b"the", b" the", b"n", b" ", b"xxxx"], [b"o", b"the", b"r"]
@@ -327,7 +327,7 @@ def test_the_bytes_are_the_same_for_any_number_of_processes(tmp_path, ranks):
 
 
 def test_the_platforms_byte_order_does_not_matter(tmp_path):
-    prep(shard(tmp_path / "a.jsonl", [("ab", "C4"), ("ab", "C4")]), tmp_path / "out")
+    prep(shard(tmp_path / "a.jsonl", [("ab", "C4"), ("ab", "C4")]), tmp_path / "out", val_fraction=1e-9)
     assert (tmp_path / "out" / "train.bin").read_bytes() == b"a\0b\0\0\1"
 
 
@@ -517,8 +517,54 @@ def test_max_tokens_with_a_split(tmp_path, limit, fraction):
 
 def test_max_tokens_too_small_for_any_document(tmp_path):
     path = shard(tmp_path / "a.jsonl", some_docs())
-    with pytest.raises(UserError, match="max_tokens"):
+    with pytest.raises(UserError, match="--max_tokens"):
         prep(path, tmp_path / "out", max_tokens=2, val_source=path)
+    assert snapshot(tmp_path / "out") == {}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# mix
+
+
+def test_mix(tmp_path):
+    """Each source gets its share of max_tokens, cut at a document; other sources get nothing; the seed orders the shards."""
+    docs = some_docs(900, ("C4", "Wikipedia", "Book"))
+    for i in range(9):
+        shard(tmp_path / "in" / f"{i}.jsonl", docs[i * 100:(i + 1) * 100])
+    val = shard(tmp_path / "v.jsonl", some_docs(30, ("C4", "Wikipedia"), seed=1))
+    bins = []
+    for seed in (1, 1, 2):
+        meta = prep(tmp_path / "in", tmp_path / "out", val_source=val, max_tokens=20_000, mix="C4:3, RedPajamaWikipedia:1",
+                    seed=seed)
+        got = {source: counts["train"]["tokens"] for source, counts in meta["sources"].items() if counts["train"]["tokens"]}
+        longest = max(len(text.encode()) + 1 for text, _ in docs)
+        assert set(got) == {"C4", "Wikipedia"}
+        assert 15_000 - longest < got["C4"] <= 15_000 and 5_000 - longest < got["Wikipedia"] <= 5_000
+        train = bag(in_bin(tmp_path / "out" / "train.bin"))
+        assert not train - bag(doc for doc in docs if doc[1] != "Book")
+        assert sum(len(text.encode()) + 1 for text in train.elements()) == sum(got.values())
+        bins.append((tmp_path / "out" / "train.bin").read_bytes())
+    assert bins[0] == bins[1] != bins[2]
+
+
+def test_mix_of_a_source_that_runs_dry(tmp_path, capsys):
+    """All of its documents, once; the others keep their shares; it is said."""
+    docs = some_docs(300, ("C4", "C4", "Wikipedia"))
+    val = shard(tmp_path / "v.jsonl", some_docs(30, ("C4", "Wikipedia"), seed=1))
+    few = [doc for doc in docs if doc[1] == "Wikipedia"]
+    prep(shard(tmp_path / "a.jsonl", docs), tmp_path / "out", val_source=val, max_tokens=6_000_000, mix="C4:1,Wikipedia:99")
+    assert bag(in_bin(tmp_path / "out" / "train.bin")) == bag(docs)
+    assert f"{sum(len(text.encode()) + 1 for text, _ in few):,}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("mix, max_tokens, words", [
+    ("C4:1", 0, "max_tokens"), ("C4", 100, "mix"), ("C4:", 100, "mix"), ("C4:0", 100, "mix"), ("C4:-1,Book:2", 100, "mix"),
+    ("C4:nan", 100, "mix"), ("C4:inf", 100, "mix"), ("C4:1:2", 100, "mix"), (",", 100, "mix"),
+])
+def test_wrong_mix(tmp_path, mix, max_tokens, words):
+    path = shard(tmp_path / "a.jsonl", some_docs())
+    with pytest.raises(UserError, match=f"--{words}"):
+        prep(path, tmp_path / "out", mix=mix, max_tokens=max_tokens)
     assert snapshot(tmp_path / "out") == {}
 
 
@@ -581,7 +627,33 @@ def test_damaged_ranks_file(tmp_path, damage):
     assert snapshot(tmp_path / "out") == {}
 
 
-@pytest.mark.parametrize("name", ["gpt3", "", "Bytes", "gpt2.json"])
+def test_tokenizer_json(tmp_path):
+    """A tokenizer.json of the package tokenizers; its special tokens in documents are text."""
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.train_from_iterator(["the then in the other"] * 9, tokenizers.trainers.BpeTrainer(
+        vocab_size=270, special_tokens=["<|endoftext|>"], initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False))
+    path = tmp_path / "tokenizer.json"
+    tokenizer.save(str(path))
+    docs = some_docs()
+    meta = prep(shard(tmp_path / "a.jsonl", docs), tmp_path / "out", tokenizer=str(path))
+    assert meta["eot"] == 0 and meta["vocab_size"] == tokenizer.get_vocab_size()
+    texts = []
+    for name in ("train", "val"):
+        ids = np.fromfile(tmp_path / "out" / f"{name}.bin", "<u2")
+        texts += [prepare.get_tokenizer(str(path)).decode_bytes(doc[:-1]).decode()
+                  for doc in np.split(ids, np.flatnonzero(ids == 0) + 1)[:-1]]
+    assert collections.Counter(texts) == bag(docs)
+    for content in (path.read_bytes()[:-50], b"", b"{}"):
+        (tmp_path / "bad.json").write_bytes(content)
+        with pytest.raises(UserError, match=r"bad\.json"):
+            prepare.get_tokenizer(str(tmp_path / "bad.json"))
+
+
+@pytest.mark.parametrize("name", ["gpt3", "", "Bytes", "gpt2.model"])
 def test_unknown_tokenizer(tmp_path, name):
     path = shard(tmp_path / "a.jsonl", some_docs())
     with pytest.raises(UserError, match=re.escape(repr(name)) + r"(?s:.*)bytes"):
@@ -600,7 +672,8 @@ def test_no_network_and_no_cache(tmp_path, offline, monkeypatch):
     prep(path, tmp_path / "out")
 
 
-@pytest.mark.parametrize("package, options", [("tiktoken", dict(tokenizer="gpt2")), ("zstandard", {})])
+@pytest.mark.parametrize("package, options", [("tiktoken", dict(tokenizer="gpt2")), ("zstandard", {}),
+                                              ("tokenizers", dict(tokenizer="tokenizer.json"))])
 def test_a_missing_package_is_named(tmp_path, monkeypatch, package, options):
     """B16: what to install, instead of a traceback; what does not need it works."""
     monkeypatch.setitem(sys.modules, package, None)
@@ -672,7 +745,7 @@ def test_lone_surrogates(tmp_path):
     """Half a pair, which JSON can spell: the document is kept without it and counted; whole pairs are whole."""
     lines = [b'{"text": "a\\ud800b"}\n', b'{"text": "\\udc00"}\n', b'{"text": "\\ud83d\\ude42"}\n', b'{"text": "plain"}\n']
     (tmp_path / "a.jsonl").write_bytes(b"".join(lines))
-    meta = prep(tmp_path / "a.jsonl", tmp_path / "out")
+    meta = prep(tmp_path / "a.jsonl", tmp_path / "out", val_fraction=1e-9)
     texts = bag(in_bin(tmp_path / "out" / "train.bin") + in_bin(tmp_path / "out" / "val.bin"))
     assert texts["🙂"] == 1 and texts["plain"] == 1 and texts.total() == 4
     assert any(re.fullmatch("a[\ufffd?]b", text) for text in texts)
@@ -807,7 +880,7 @@ def test_damage_far_inside_a_large_frame(tmp_path, suffix):
     assert place and len(data) // 2 < int(place.group(1).replace(",", "")) <= len(data)
     prep(path, tmp_path / "out", on_error="skip")
     kept = bag(in_bin(tmp_path / "out" / "train.bin") + in_bin(tmp_path / "out" / "val.bin"))
-    assert not collections.Counter(texts[:900]) - kept and not kept - collections.Counter(texts)
+    assert not collections.Counter(texts[:900]) - kept  # what follows the damage may be nonsense until it is noticed
 
 
 def test_all_shards_bad_is_an_error_even_with_skip(tmp_path):
@@ -859,6 +932,54 @@ def test_data_files(tmp_path):
         prep(tmp_path / "in", tmp_path / "out", data_files="chunk9/*")
 
 
+@pytest.mark.parametrize("name", ["validation", "val"])
+def test_a_folder_with_its_own_validation_part(tmp_path, name):
+    """SlimPajama's layout, train/ and validation/: nothing of train/ is held out, nothing of validation/ is trained on."""
+    train, val = some_docs(60), some_docs(20, seed=1)
+    shard(tmp_path / "in" / "train" / "chunk1" / "a.jsonl.zst", train)
+    shard(tmp_path / "in" / name / "chunk1" / "a.jsonl.zst", val)
+    prep(tmp_path / "in", tmp_path / "out")
+    check_bins(tmp_path / "out", train + val)
+    assert bag(in_bin(tmp_path / "out" / "train.bin")) == bag(train)
+    prep(tmp_path / "in", tmp_path / "out", val_source=shard(tmp_path / "v.jsonl", some_docs(9, seed=2)))
+    assert bag(in_bin(tmp_path / "out" / "train.bin")) == bag(train)
+    assert bag(in_bin(tmp_path / "out" / "val.bin")) == bag(some_docs(9, seed=2))
+
+
+@pytest.mark.parametrize("meta", ["struct", "text"])
+def test_parquet(tmp_path, meta):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    docs = some_docs(600)
+    rows = [dict(text=text, meta={"redpajama_set_name": "RedPajama" + source}, id=i) for i, (text, source) in enumerate(docs)]
+    if meta == "text":
+        rows = [{**row, "meta": json.dumps(row["meta"])} for row in rows]
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=250)
+    prep(path, tmp_path / "out")
+    check_bins(tmp_path / "out", docs)
+    old = snapshot(tmp_path / "out")
+    for content in (path.read_bytes()[:-100], b"no parquet at all", b""):
+        (tmp_path / "bad.parquet").write_bytes(content)
+        with pytest.raises(UserError, match=r"bad\.parquet"):
+            prep(tmp_path / "bad.parquet", tmp_path / "out")
+        assert snapshot(tmp_path / "out") == old
+
+
+def test_local_files_need_no_datasets_and_a_hub_set_says_so(tmp_path, monkeypatch):
+    """B11: the package datasets is for hub names alone; without it the message tells what to install."""
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    monkeypatch.chdir(tmp_path)
+    docs = some_docs()
+    shard(tmp_path / "owner" / "name" / "a.jsonl", docs)
+    prep("owner/name", tmp_path / "out")  # an existing path wins over a hub name
+    check_bins(tmp_path / "out", docs)
+    old = snapshot(tmp_path / "out")
+    with pytest.raises(UserError, match=r"owner/nothing.*pip install datasets"):
+        prep("owner/nothing", tmp_path / "out")
+    assert snapshot(tmp_path / "out") == old
+
+
 def test_paths_with_spaces_equals_and_unicode(tmp_path):
     docs = some_docs()
     folder = tmp_path / "mes données = α" / "x.y"
@@ -877,7 +998,7 @@ def test_the_default_out_dir_has_the_sources_name(tmp_path, monkeypatch):
     check_bins(tmp_path / "data" / "mine", docs)
     prep("in/", "")
     check_bins(tmp_path / "data" / "in", docs)
-    assert prepare.Data("mine").fingerprint == prepare.Data("in").fingerprint
+    assert prepare.Data("mine").fingerprint == prepare.Data("data/in").fingerprint
 
 
 def test_the_out_dir_is_a_file(tmp_path):
@@ -1237,7 +1358,7 @@ def test_data_refuses_a_damaged_meta(folder, damage):
         else:
             meta[key] = {"a list": list(meta["bins"]), "junk": "foo", "a float": "float32", "text": "many"}[value]
         path.write_text(json.dumps(meta))
-    with pytest.raises(UserError, match=r"meta\.json"):
+    with pytest.raises(UserError, match=r"meta\.json" if damage != "dtype is a float" else r"\.(json|bin)"):
         prepare.Data(str(folder))
 
 

@@ -11,7 +11,7 @@ Our reading: cross-layer attention reads layer 1, as Eq 7 does; which layer the 
 (value_source=previous with cross_layer is the other candidate).
 Cost: 5 runs x 20.97B tokens = 4.1e19 FLOPs, 32 H100-hours at 36 % MFU; small: 2.5e17 FLOPs, 0.2 hours. That count misses that
 cross_layer attends to twice as many keys, under an explicit mask: its attention costs 2 to 4 times what is counted. vanilla
-is fig7.py's: cp -r out/fig7/vanilla out/fig10/ saves that run.
+is fig7.py's: mkdir -p out/fig10 && cp -r out/fig7/vanilla out/fig10 saves that run.
 """
 out_dir = "out/fig10"
 

@@ -10,7 +10,7 @@ V_2 does once the residual from H_0 to H_1 is removed.
 Our reading: half and half, as Eq 7, in the layers after the source; without the skip, block 1's attention output replaces its
 input (the skip around its MLP stays), and the baseline is a vanilla model changed in the same way.
 Cost: 8 runs x 20.97B tokens = 6.5e19 FLOPs, 51 H100-hours at 36 % MFU; small: 4.1e17 FLOPs, 0.3 hours. vanilla is fig7.py's:
-cp -r out/fig7/vanilla out/fig11/ saves that run.
+mkdir -p out/fig11 && cp -r out/fig7/vanilla out/fig11 saves that run.
 """
 out_dir = "out/fig11"
 

@@ -11,7 +11,7 @@ Our reading: cache fractions are SVFormer 0.5625, GQA2 0.5, CLA2 0.5; GQA8 0.125
 legend of the 1/8 panel is not known to us: these three are the combinations that arithmetic allows. Model size not known
 either; 82M here.
 Cost: 14 runs x 20.97B tokens (20.48B at 64,000) = 3.3e20 FLOPs, 255 H100-hours at 36 % MFU; small: 1.4e19 FLOPs, 10.9 hours.
-vanilla is fig7.py's: cp -r out/fig7/vanilla out/fig13/ saves that run.
+vanilla is fig7.py's: mkdir -p out/fig13 && cp -r out/fig7/vanilla out/fig13 saves that run.
 
 Small: no number of windows of 64,000 makes 1,024 x 2,048 tokens, so these runs set their own batch, which config/small.py
 does not change: 500 x 2.05M tokens each, 1.5 H100-hours. To leave them out, add

@@ -1,6 +1,6 @@
 """
-Figure 15 (ICLR numbering), first two panels: SVFormer against vanilla by learning rate (6e-4, 3e-4, 1e-4) and by warmup (120 and
-1,200 iterations); 82M. The runs without a setting in their name have 6e-4 and 120.
+Figure 15 (ICLR numbering), two of its panels: SVFormer against vanilla by learning rate (6e-4, 3e-4, 1e-4) and by warmup (120
+and 1,200 iterations); 82M. The runs without a setting in their name have 6e-4 and 120.
 
     torchrun --standalone --nproc_per_node=8 train.py config/paper/fig15.py --data=slimpajama
     python train.py config/paper/fig15.py config/small.py --data=slimpajama
@@ -10,7 +10,7 @@ architecture (Llama-82M, GPT2-78M). With the fit over sizes, SVFormer needs 12.2
 only: no other numbers.
 Our reading: min_lr stays a tenth of the peak. The panels on the architecture and on the fit over sizes are not here.
 Cost: 8 runs x 20.97B tokens = 6.4e19 FLOPs, 50 H100-hours at 36 % MFU; small: 4.0e17 FLOPs, 0.3 hours. vanilla is fig7.py's:
-cp -r out/fig7/vanilla out/fig15/ saves that run.
+mkdir -p out/fig15 && cp -r out/fig7/vanilla out/fig15 saves that run.
 
 With config/small.py's 500 iterations a warmup of 1,200 never reaches its peak: leave that pair out with
 --runs=vanilla,svformer,vanilla_lr3e-4,svformer_lr3e-4,vanilla_lr1e-4,svformer_lr1e-4.

@@ -7,7 +7,7 @@ Figure 16 (ICLR numbering): all layers use layer 1's queries, keys or values (SV
 Paper: sharing queries or keys is clearly harmful, sharing values least. Curves only: no numbers.
 Our reading: later layers have no projection of what is shared. The model size is not known to us; 82M here.
 Cost: 4 runs x 20.97B tokens = 3.2e19 FLOPs, 25 H100-hours at 36 % MFU; small: 2.0e17 FLOPs, 0.2 hours. vanilla is fig7.py's:
-cp -r out/fig7/vanilla out/fig16/ saves that run.
+mkdir -p out/fig16 && cp -r out/fig7/vanilla out/fig16 saves that run.
 """
 out_dir = "out/fig16"
 

@@ -9,7 +9,7 @@ Curves only: no numbers. The KV cache is (8 + anchors) / 16 of vanilla's: 0.5625
 Our reading: which middle layers the paper took is not known to us. Evenly spaced here: 5 of 8 (the first of the second half),
 and 3 and 6. The model size is not known either; 82M here.
 Cost: 5 runs x 20.97B tokens = 4.0e19 FLOPs, 31 H100-hours at 36 % MFU; small: 2.5e17 FLOPs, 0.2 hours. vanilla is fig7.py's:
-cp -r out/fig7/vanilla out/fig17/ saves that run.
+mkdir -p out/fig17 && cp -r out/fig7/vanilla out/fig17 saves that run.
 """
 out_dir = "out/fig17"
 

@@ -7,7 +7,7 @@ Figure 22 (ICLR numbering): NeuTRENO's strength, U_n = A_n V_n + λ (V_1 - V_n) 
 Paper: 0.4 is best, which the other comparisons then use. Curves only: no numbers.
 Our reading: none for the form, which is the authors' code's. The model size is not known to us; 82M here.
 Cost: 5 runs x 20.97B tokens = 4.1e19 FLOPs, 32 H100-hours at 36 % MFU; small: 2.5e17 FLOPs, 0.2 hours. vanilla is fig7.py's:
-cp -r out/fig7/vanilla out/fig22/ saves that run.
+mkdir -p out/fig22 && cp -r out/fig7/vanilla out/fig22 saves that run.
 """
 out_dir = "out/fig22"
 

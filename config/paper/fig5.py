@@ -8,7 +8,7 @@ Paper: relative loss between -0.03 and 0.06; sharing values hurts least. The cur
 Our reading: layers (2k-1, 2k) share, and the second has no projection of its own. The model size is not known to us; 82M
 here.
 Cost: 4 runs x 20.97B tokens = 3.2e19 FLOPs, 25 H100-hours at 36 % MFU; small: 2.0e17 FLOPs, 0.2 hours. vanilla is fig7.py's:
-cp -r out/fig7/vanilla out/fig5/ saves that run.
+mkdir -p out/fig5 && cp -r out/fig7/vanilla out/fig5 saves that run.
 """
 out_dir = "out/fig5"
 

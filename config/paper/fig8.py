@@ -8,7 +8,7 @@ Paper: every λ is below vanilla (relative loss between -0.10 and 0); the gain g
 v5's Constant, validation loss 2.700 against vanilla's 2.739 (second-hand); no numbers for the others.
 Our reading: the weight of V_n is 1, so λ = 1 is the sum, twice Eq 7's mean.
 Cost: 7 runs x 20.97B tokens = 5.7e19 FLOPs, 44 H100-hours at 36 % MFU; small: 3.6e17 FLOPs, 0.3 hours. vanilla is fig7.py's:
-cp -r out/fig7/vanilla out/fig8/ saves that run.
+mkdir -p out/fig8 && cp -r out/fig7/vanilla out/fig8 saves that run.
 """
 out_dir = "out/fig8"
 

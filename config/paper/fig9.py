@@ -10,7 +10,7 @@ Our reading: all mix half and half with layer 1. Attention weights are mixed aft
 input of attention, on top of the usual skip. The exact form of these two is not known to us.
 Cost: 6 runs x 20.97B tokens = 4.9e19 FLOPs, 38 H100-hours at 36 % MFU; small: 3.0e17 FLOPs, 0.2 hours. That count misses
 attention_residual's explicit maps over the whole square, without fused kernels: expect that run to take several times as
-long. vanilla is fig7.py's: cp -r out/fig7/vanilla out/fig9/ saves that run.
+long. vanilla is fig7.py's: mkdir -p out/fig9 && cp -r out/fig7/vanilla out/fig9 saves that run.
 """
 out_dir = "out/fig9"
 

@@ -12,7 +12,7 @@ Our reading: λ_{n,2} = 1, which no source gives; λ_{n,1} = 5 in every row, giv
 summaries of v5 speak of 1,200. The difference of two single runs varies by 0.003 to 0.006 (standard deviation): add
 --seeds=1337,1338,1339 to rank neighbours.
 Cost: 14 runs x 20.97B tokens = 1.1e20 FLOPs, 89 H100-hours at 36 % MFU; small: 7.1e17 FLOPs, 0.6 hours. vanilla is fig7.py's:
-cp -r out/fig7/vanilla out/v5_sparse/ saves that run.
+mkdir -p out/v5_sparse && cp -r out/fig7/vanilla out/v5_sparse saves that run.
 """
 out_dir = "out/v5_sparse"
 

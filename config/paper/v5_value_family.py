@@ -13,7 +13,7 @@ vanilla. Mixing weights have no weight decay and the other weights' learning rat
 speak of 1,200. The steps between these systems are 0.005 to 0.02, and the difference of two single runs varies by 0.003 to
 0.006 (standard deviation): add --seeds=1337,1338,1339 to rank them.
 Cost: 7 runs x 20.97B tokens = 5.7e19 FLOPs, 44 H100-hours at 36 % MFU; small: 3.6e17 FLOPs, 0.3 hours. vanilla is fig7.py's:
-cp -r out/fig7/vanilla out/v5_value_family/ saves that run.
+mkdir -p out/v5_value_family && cp -r out/fig7/vanilla out/v5_value_family saves that run.
 """
 out_dir = "out/v5_value_family"
 

@@ -1,0 +1,279 @@
+"""
+config/paper: every list of runs is allowed, comparable and trainable, and says the truth about what it costs.
+"""
+import ast
+import dataclasses
+import json
+import math
+import os
+import re
+import shlex
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import prepare
+import train
+from configurator import configure
+from model import GPT, GPTConfig, KVCache, ValueMix
+
+ROOT = Path(__file__).resolve().parent.parent
+NAMES = ("table3 table4 fig5 fig7 fig8 fig9 fig10 fig11 fig13 fig14 fig15 fig16 fig17 fig22 v5_value_family v5_sparse").split()
+SMALL = "config/small.py"
+SHAPE = ("n_layer", "n_head", "n_embd", "n_ffn", "block_size", "vocab_size")  # a system's options are GPTConfig's others
+SYSTEM = [f.name for f in dataclasses.fields(GPTConfig) if f.name not in SHAPE]
+every = pytest.mark.parametrize("name", NAMES)
+at_both_sizes = pytest.mark.parametrize("overlay", [[], [SMALL]], ids=["paper", "small"])
+
+
+def configured(name, *args):
+    return configure(train.Config, [f"config/paper/{name}.py", *args])
+
+
+def planned(name, *args):
+    """{run: its own config}, in order"""
+    return {run: config for run, _, config in train.plan(configured(name, *args))}
+
+
+def baselines(runs):
+    """[(run, its baseline)] as configs, for the runs that have one"""
+    places = {c.out_dir: c for c in runs.values()}
+    return [(c, places[c.baseline]) for c in runs.values() if c.baseline]
+
+
+def differing(a, b, names):
+    return {n for n in names if getattr(a, n) != getattr(b, n)}
+
+
+def docstring(name):
+    return ast.get_docstring(ast.parse((ROOT / f"config/paper/{name}.py").read_text(encoding="utf-8")))
+
+
+def flops(config):
+    """Of a whole run, with the vocabulary of gpt2."""
+    with torch.device("meta"):
+        model = GPT(train.model_config(config, 50304))
+    return model.flops_per_token() * config.tokens_per_iter * config.max_iters
+
+
+def test_every_file_is_known_here():
+    assert sorted(p.stem for p in (ROOT / "config/paper").glob("*.py")) == sorted(NAMES)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What the files say
+
+
+@every
+def test_docstring_names_the_figure_or_table(name):
+    kind, number = re.fullmatch(r"(fig|table|v5)_?(\w+)", name).groups()
+    title = {"fig": f"Figure {number} (ICLR", "table": f"Table {number} (ICLR", "v5": "v5 (ACL 2025), the table of"}[kind]
+    doc = docstring(name)
+    assert doc.startswith(title)
+    assert all(re.search(rf"^{part}[:,] ", doc, re.M) for part in ("Paper", "Our reading", "Cost"))
+
+
+@every
+def test_commands_of_the_docstring_are_understood(name):
+    doc = docstring(name)
+    commands = [shlex.split(line) for line in doc.splitlines() if line.startswith("    ")]
+    assert [c[c.index("train.py") + 1:] for c in commands] == [
+        [f"config/paper/{name}.py", "--data=slimpajama"], [f"config/paper/{name}.py", SMALL, "--data=slimpajama"]]
+    # options that the text says to add, as they stand in a row
+    for more in re.findall(r"--\w+=\S+(?:\s+--\w+=\S+)*", doc.split("\nPaper")[1]):
+        config = configured(name, SMALL, *more.rstrip(".;:").replace(";", "").split())
+        for _, _, run in train.plan(config):
+            train.micro_batches(train.resolve(run, train.World()), train.World())
+
+
+@every
+def test_cost_is_that_of_the_runs(name):
+    runs, small = planned(name), planned(name, SMALL)
+    found = re.search(r"Cost: (\d+) runs x 20\.97B tokens( \(20\.48B at .*\))? = (\S+) FLOPs, (\d+) H100-hours at 36 % MFU; "
+                      r"small: (\S+) FLOPs, (\S+) hours", " ".join(docstring(name).split()))
+    n, shorter, whole, hours, part, part_hours = found.groups()
+    tokens = {round(c.tokens_per_iter * c.max_iters / 1e9, 2) for c in runs.values()}
+    assert int(n) == len(runs) and tokens == {20.97, 20.48} if shorter else tokens == {20.97}
+    for told, told_hours, configs in ((whole, hours, runs), (part, part_hours, small)):
+        count = sum(flops(c) for c in configs.values())
+        assert float(told) == pytest.approx(count, rel=0.05)
+        assert float(told_hours) == pytest.approx(count / (0.36 * 989e12) / 3600, rel=0.05, abs=0.06)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What the runs are
+
+
+@every
+@at_both_sizes
+@pytest.mark.parametrize("processes", [1, 8])
+def test_every_run_is_allowed_at_its_real_size(name, overlay, processes):
+    world = train.World(size=processes)
+    for run in planned(name, *overlay, "--device=cpu").values():
+        run = train.resolve(run, world)
+        train.checked_model_config(run, 50304).check()
+        windows, steps = train.micro_batches(run, world)
+        assert windows * steps * processes * run.block_size == run.tokens_per_iter
+        assert windows * run.block_size <= 65536  # what fits one GPU (468M: a quarter of it)
+
+
+@every
+@at_both_sizes
+def test_a_run_and_its_baseline_differ_in_the_system_alone(name, overlay):
+    runs = planned(name, *overlay, "--device=cpu")
+    pairs = baselines(runs)
+    assert len(pairs) + len({b.out_dir for _, b in pairs}) == len(runs)  # every run has a baseline or is one
+    data = SimpleNamespace(fingerprint="the same")
+    for run, base in pairs:
+        run, base = (train.resolve(c, train.World()) for c in (run, base))
+        assert train.comparable(run, data) == train.comparable(base, data)
+        everything = [f.name for f in dataclasses.fields(train.Config)]
+        assert differing(run, base, everything) - {"out_dir", "baseline"} == differing(run, base, SYSTEM) != set()
+        assert not base.baseline
+
+
+@every
+def test_no_two_runs_are_the_same(name):
+    runs = [{**dataclasses.asdict(c), "out_dir": "", "baseline": ""} for c in planned(name).values()]
+    assert all(a != b for i, a in enumerate(runs) for b in runs[:i])
+
+
+@every
+def test_a_baseline_is_vanilla(name):
+    """The one exception is said in the paper: V_2 as a source is compared with a vanilla model changed in the same way."""
+    for _, base in baselines(planned(name)):
+        changed = differing(base, train.Config(), SYSTEM)
+        assert changed == ({"no_first_skip"} if base.out_dir.endswith("_no_skip") else set())
+
+
+@every
+def test_settings_are_those_of_82M(name):
+    here, there = configured(name), configure(train.Config, ["config/82M.py"])
+    names = [f.name for f in dataclasses.fields(train.Config) if f.name not in ("out_dir", "runs")]
+    allowed = {"fig9": {"batch_size", "eval_iters"}, "table4": {"n_ffn"}}  # 0 is 3.5 x n_embd; its runs give theirs
+    assert differing(here, there, names) == allowed.get(name, set())
+    assert here.out_dir == f"out/{name}"
+    assert here.batch_size * here.eval_iters == there.batch_size * there.eval_iters
+    # plain files: everything but the runs and private names is an option, and none of a system is set for all runs
+    assert not differing(here, train.Config(), SYSTEM)
+
+
+def test_sizes_are_those_of_their_own_files():
+    runs = planned("table4")
+    for size in ("2M", "82M", "180M", "468M"):
+        one = configure(train.Config, [f"config/{size}.py"])
+        for run in (runs[f"vanilla_{size}"], runs[f"resformer_{size}"]):
+            names = [f.name for f in dataclasses.fields(train.Config) if f.name not in ("out_dir", "runs", "baseline")]
+            assert differing(run, one, names) <= {"value_residual"}
+        assert runs[f"resformer_{size}"].baseline == runs[f"vanilla_{size}"].out_dir
+
+
+@pytest.mark.parametrize("name", ["table3", "fig14", "fig13"])
+def test_lengths_have_the_papers_batches(name):
+    """PAPER 2.3, ICLR Table 3: windows per iteration, and per GPU and micro-step."""
+    table = {512: (4096, 128), 2048: (1024, 32), 8192: (256, 8), 32000: (64, 2), 64000: (32, 1)}
+    lengths = set()
+    for run, c in planned(name).items():
+        assert (c.tokens_per_iter // c.block_size, c.batch_size) == table[c.block_size]
+        assert run.endswith(f"_{c.block_size}") or c.block_size == 2048
+        lengths.add(c.block_size)
+    assert lengths == ({2048, 64000} if name == "fig13" else set(table))
+
+
+def test_kv_cache_fractions():
+    """PAPER 1.7, 8 layers."""
+    def kv_bytes(config):
+        return KVCache(train.model_config(config, 320), 1, 1, "meta", torch.bfloat16).nbytes
+
+    runs = planned("fig13")
+    expected = {"vanilla": 1, "svformer": 0.5625, "gqa2": 0.5, "cla2": 0.5, "gqa8": 0.125, "cla2_gqa4": 0.125,
+                "svformer_gqa4": 9 / 64}
+    for system, fraction in expected.items():
+        for run in (system, f"{system}_64000"):
+            assert kv_bytes(runs[run]) == fraction * kv_bytes(runs["vanilla"]) == fraction * 16384
+    assert len(runs) == 2 * len(expected)
+    anchors = planned("fig17")
+    assert [kv_bytes(c) / 16384 for c in anchors.values()] == [1, 0.5625, 0.625, 0.6875, 0.75]
+
+
+def weights(config):
+    """{layer: {source: λ}} at the start"""
+    mix = ValueMix(train.model_config(config, 64))
+    with torch.no_grad():
+        mix.init_weights()
+        return {n: {i: float(w) for i, w in row.items()} for n, row in mix().items()}
+
+
+def test_weights_are_the_papers():
+    """PAPER 1.2 and 1.3: which layers mix what, and how much of it."""
+    runs = planned("fig8")
+    for value in (0.2, 0.5, 0.8, 1, 2, 5):
+        assert weights(runs[f"lambda_{value}"]) == {n: {1: value, n: 1} for n in range(2, 9)}
+    runs = planned("v5_sparse")
+    for n in range(2, 9):
+        assert weights(runs[f"layer_{n}"]) == {n: {1: 5, n: 1}}
+        if n < 8:
+            assert weights(runs[f"layers_{n}-8"]) == {m: {1: 5, m: 1} for m in range(n, 9)}
+    runs, layers = planned("v5_value_family"), range(2, 9)
+    assert weights(runs["identity"]) == weights(runs["learnable"]) == {n: {1: 0.5, n: 0.5} for n in layers}
+    assert weights(runs["constant"]) == {n: {1: 2, n: 1} for n in layers}
+    assert weights(runs["dense"]) == {n: {i: float(i == n) for i in range(1, n + 1)} for n in layers}
+    for run in ("plus_zeros", "plus_depth"):
+        first = [row[1] for row in weights(runs[run]).values()]
+        assert sum(first) == pytest.approx(8) and (first == sorted(set(first))) == (run == "plus_depth")
+    runs = planned("fig11")
+    assert weights(runs["first"]) == {n: {1: 0.5, n: 0.5} for n in layers}
+    assert weights(runs["previous"]) == {n: {n - 1: 0.5, n: 0.5} for n in layers}
+    for n, row in weights(runs["all"]).items():
+        assert row == pytest.approx({i: 1 / n for i in range(1, n + 1)})
+    assert weights(runs["second"]) == weights(runs["second_no_skip"]) == {n: {2: 0.5, n: 0.5} for n in range(3, 9)}
+    assert weights(runs["third"]) == {n: {3: 0.5, n: 0.5} for n in range(4, 9)}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Every run trains
+
+
+@pytest.fixture(scope="module")
+def one_thread():
+    """Models this small run ten times faster on one thread than on two that wait for each other on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def bins(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bins")
+    with open(folder / "docs.jsonl", "w") as f:
+        for i in range(30):
+            f.write(json.dumps({"text": " ".join(str((i * 7 + j * j) % 89) for j in range(20))}) + "\n")
+    prepare.prepare(prepare.Config(source=str(folder / "docs.jsonl"), out_dir=str(folder / "bins"), tokenizer="bytes",
+                                   num_proc=1, val_fraction=0.2))
+    return str(folder / "bins")
+
+
+def tiny(run, data):
+    """The run's system (its layers, and its key/value heads of 8) in a size that trains in no time."""
+    return dataclasses.replace(
+        run, n_head=8, n_embd=32, n_ffn=32, block_size=16, batch_size=2, tokens_per_iter=32, max_iters=2, eval_iters=1,
+        device="cpu", compile=False, data=data)
+
+
+@every
+def test_every_run_trains(name, bins, one_thread, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    runs = {n: tiny(c, bins) for n, c in planned(name).items()}
+    monkeypatch.setattr(train.signal, "signal", lambda *args: None)  # leave pytest's own handlers alone
+    for config in runs.values():
+        train.train_one(config, train.World(), train.Signals())
+    for n, config in runs.items():
+        steps, evals = train.read_log(config.out_dir)
+        assert list(steps) == [0, 1] and list(evals) == [0, 2], n
+        assert all(math.isfinite(x["loss"]) and math.isfinite(x["grad_norm"]) for x in steps.values()), n
+        assert all(("rel_loss" in x) == bool(config.baseline) for x in steps.values()), n
+        with open(os.path.join(config.out_dir, "config.json")) as f:
+            assert json.load(f)["n_layer"] == config.n_layer
