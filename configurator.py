@@ -25,6 +25,11 @@ import typing
 REPO = os.path.dirname(os.path.abspath(__file__))
 
 
+class Picked(dict):
+    """A dict from a config file, of which the command line picked some keys: --runs=a,b. All stay in the dict."""
+    picked = ()
+
+
 class UserError(Exception):
     """Bad input. The message is one line: what was found, what was expected, what to do."""
 
@@ -83,7 +88,7 @@ def convert(value, hint, name, typed=False):
 def override(config, values, where, typed=False):
     """
     A copy of config with values (name -> value), each known by name and passed through the gate; where names their origin
-    in error messages. `runs` in a file is a dict; as text it picks some of them by name: the others stay, as None.
+    in error messages. An option that is a dict in a file takes names of its keys on the command line (Picked).
     """
     hints, new = typing.get_type_hints(type(config)), {}
     for name, value in values.items():
@@ -91,13 +96,13 @@ def override(config, values, where, typed=False):
             close = difflib.get_close_matches(name, hints, n=1, cutoff=0.5)
             hint = f"did you mean {close[0]}?" if close else "--help lists all options"
             raise UserError(f"{where}: unknown option {name!r}; {hint}")
-        if hints[name] is dict and isinstance(value, str):
-            have, picked = getattr(config, name), [word.strip() for word in value.split(",") if word.strip()]
-            for word in picked:
+        if hints[name] is dict and typed:
+            have, names = Picked(getattr(config, name)), [word.strip() for word in value.split(",") if word.strip()]
+            for word in names:
                 if word not in have:
                     raise UserError(f"{where}: {name} has no {word!r}; a config file given before defines: "
                                     f"{', '.join(have) or 'none'}")
-            value = {word: have[word] if word in picked else None for word in have} if picked else have
+            value, have.picked = have, names
         new[name] = convert(value, hints[name], f"{where}: {name}", typed)
     return dataclasses.replace(config, **new)
 

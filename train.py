@@ -757,9 +757,9 @@ def plan(config):
     except ValueError:
         raise UserError(f"--seeds={config.seeds}: expected whole numbers, as 1337,1338,1339") from None
     named = {o["baseline"] for o in config.runs.values() if isinstance(o, dict) and o.get("baseline")}
-    planned, first = [], next(iter(config.runs))
+    planned, first, picked = [], next(iter(config.runs)), getattr(config.runs, "picked", ()) or config.runs
     for seed, (name, options) in itertools.product(seeds, config.runs.items()):
-        if options is None:  # not picked by --runs
+        if name not in picked:
             continue
         if not isinstance(options, dict) or not name or name != os.path.basename(name) or name.startswith("."):
             raise UserError(f"runs[{name!r}]: expected a name that can be a folder, and a dict of options")
@@ -785,7 +785,7 @@ def summarize(config):
     rel_window iterations), validation loss, paired differences to the baseline, size, cache and speed.
     """
     summary, curves = {}, {}
-    everything = dataclasses.replace(config, runs={n: o or {} for n, o in config.runs.items()})
+    everything = dataclasses.replace(config, runs=dict(config.runs))  # also those that --runs did not pick this time
     for name, _, run in plan(everything):
         steps, evals = read_log(run.out_dir)
         path = os.path.join(run.out_dir, "config.json")

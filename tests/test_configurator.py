@@ -158,10 +158,9 @@ def test_the_repository_is_the_folder_of_configurator():
 def test_runs_from_a_file_and_picked(tmp_path):
     path = config_file(tmp_path, "runs = {'vanilla': {}, 'resformer': dict(value_residual=True), 'svformer': dict(n=2)}")
     assert list(get(path).runs) == ["vanilla", "resformer", "svformer"]
-    assert get(path, "--runs=vanilla,svformer").runs == {"vanilla": {}, "resformer": None, "svformer": {"n": 2}}
-    # the others stay by name, without options: the first is the baseline also when it is not trained here
-    assert get("--runs=resformer", path).runs == {"vanilla": None, "resformer": {"value_residual": True}, "svformer": None}
-    assert get(path, "--runs=vanilla, resformer").runs["svformer"] is None
+    runs = get("--runs=resformer", path).runs  # all stay: the first is the baseline also when it is not trained here
+    assert runs == {"vanilla": {}, "resformer": dict(value_residual=True), "svformer": dict(n=2)} and runs.picked == ["resformer"]
+    assert get(path, "--runs=vanilla, resformer").runs.picked == ["vanilla", "resformer"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
