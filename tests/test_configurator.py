@@ -159,7 +159,8 @@ def test_runs_from_a_file_and_picked(tmp_path):
     path = config_file(tmp_path, "runs = {'vanilla': {}, 'resformer': dict(value_residual=True), 'svformer': dict(n=2)}")
     assert list(get(path).runs) == ["vanilla", "resformer", "svformer"]
     runs = get("--runs=resformer", path).runs  # all stay: the first is the baseline also when it is not trained here
-    assert runs == {"vanilla": {}, "resformer": dict(value_residual=True), "svformer": dict(n=2)} and runs.picked == ["resformer"]
+    assert runs == {"vanilla": {}, "resformer": dict(value_residual=True), "svformer": dict(n=2)}
+    assert runs.picked == ["resformer"]
     assert get(path, "--runs=vanilla, resformer").runs.picked == ["vanilla", "resformer"]
 
 

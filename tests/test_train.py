@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import numpy as np
@@ -509,6 +510,43 @@ def test_checkpoint_is_plain(data):
     assert ckpt["data"]["tokenizer"] == "bytes" and ckpt["data"]["vocab_size"] == 257 and ckpt["data"]["fingerprint"]
     assert set(ckpt["model"]) == set(model.GPT(model.GPTConfig(**ckpt["model_config"])).state_dict())
     assert sorted(os.listdir("o")) == [".lock", "ckpt.pt", "config.json", "log.jsonl"]  # no temporary file is left
+
+
+def test_log_is_on_disk_before_each_checkpoint(data, monkeypatch):
+    """A machine that dies right after a save must not leave a checkpoint that is ahead of its log."""
+    true, saves = os.replace, []
+
+    def spy(a, b):
+        if str(b).endswith("ckpt.pt"):
+            steps, evals = log("o")
+            saves.append((torch.load(a, weights_only=True)["iter"], len(steps), [x["iter"] for x in evals]))
+        true(a, b)
+    monkeypatch.setattr(os, "replace", spy)
+    assert go(f"--data={data}", "--out_dir=o", "--log_interval=3") == 0
+    assert saves == [(0, 0, [0]), (2, 2, [0, 2]), (4, 4, [0, 2, 4])]
+
+
+BOARDS = {"wandb_log": "wandb", "tensorboard_log": "torch.utils.tensorboard"}
+
+
+@pytest.mark.parametrize("option", BOARDS)
+def test_a_board_that_is_not_installed(data, capsys, monkeypatch, option):
+    """One line with the package's name, before anything is written; also not over a finished run that was to start over."""
+    monkeypatch.setitem(sys.modules, BOARDS[option], None)
+    args = [f"--data={data}", "--out_dir=o", f"--{option}=True"]
+    assert "pip install" in refused(capsys, *args) and not os.path.exists("o/log.jsonl")
+    assert go(f"--data={data}", "--out_dir=o") == 0
+    before = snapshot("o")
+    assert "pip install" in refused(capsys, *args, "--init_from=scratch") and snapshot("o") == before
+
+
+def test_a_board_gets_the_log(data, monkeypatch):
+    lines = []
+    board = types.SimpleNamespace(log=lambda line, step: lines.append({**line, "iter": step}), finish=lambda: None)
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=lambda **options: board))
+    assert go(f"--data={data}", "--out_dir=o", "--wandb_log=True") == 0
+    assert [(x["iter"], x.get("loss"), x.get("val_loss")) for x in lines] == [
+        (x["iter"], x.get("loss"), x.get("val_loss")) for x in timeless("o")]
 
 
 def test_learned_weights_are_logged(data):
