@@ -36,6 +36,8 @@ class UserError(Exception):
 
 def command(main):
     """Run a script's main(); a UserError or an operating-system error ends it with one line and exit code 2."""
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # a console that lacks a character shows another instead
     try:
         main()
     except UserError as e:

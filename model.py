@@ -17,7 +17,7 @@ import math
 import pickle
 import warnings
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Literal, get_args, get_origin
 
 import torch
 import torch.nn as nn
@@ -87,6 +87,10 @@ class GPTConfig:
         every = {"q": 1, "k": max(self.cla, self.share_k_every), "v": max(self.cla, self.share_v_every)}[t]
         return n - (n - 1) % every
 
+    def source_layer(self, n):
+        """The layer that value_source names, as layer n sees it: n or later ones are no source for it."""
+        return {"first": 1, "previous": n - 1}.get(self.value_source) or int(self.value_source)
+
     def sources(self, t, n):
         """The earlier layers whose t is mixed into layer n's own; empty: layer n does not mix."""
         if t == "v":
@@ -94,8 +98,7 @@ class GPTConfig:
                 return []
             if self.value_mix == "dense" or self.value_source == "all":
                 return list(range(1, n))
-            m = {"first": 1, "previous": n - 1}.get(self.value_source) or int(self.value_source)
-            return [m] if m < n else []
+            return [self.source_layer(n)] if self.source_layer(n) < n else []
         return [1] if n > 1 and {"q": self.query_residual, "k": self.key_residual, "x": self.hidden_residual}[t] else []
 
     def slot(self, t, n):
@@ -123,16 +126,22 @@ class GPTConfig:
         for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "share_k_every", "share_v_every", "cla"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: expected at least 1")
+        self.layers("value_layers"), self.layers("value_anchors")  # readable, or ValueError
         one_layer = self.value_source in ("first", "previous") or (
             self.value_source.isdecimal() and 1 <= int(self.value_source) < max(self.n_layer, 2))
+        for f in fields(self):
+            if get_origin(f.type) is Literal and getattr(self, f.name) not in get_args(f.type):
+                raise ValueError(f"{f.name}={getattr(self, f.name)!r}: expected one of {', '.join(get_args(f.type))}")
+        if not one_layer and self.value_source != "all":
+            raise ValueError(f"value_source={self.value_source!r}: expected first, previous, all or a layer before the last")
+        if self.shared_value and 1 not in self.layers("value_anchors"):
+            raise ValueError(f"value_anchors={self.value_anchors!r}: must hold layer 1, the first that needs values")
         for wrong, reason in [
             (self.n_embd % self.n_head, f"n_embd={self.n_embd} is no multiple of n_head={self.n_head}"),
             (self.n_head % self.kv_heads, f"n_head={self.n_head} is no multiple of n_kv_head={self.n_kv_head}"),
             (self.head_dim % 2, f"n_embd / n_head = {self.head_dim} is odd, and RoPE rotates pairs"),
             (not 0 <= self.dropout < 1, f"dropout={self.dropout}: expected at least 0 and below 1"),
             (self.n_kv_head < 0 or self.n_ffn < 0 or self.rope_theta <= 0, "n_kv_head, n_ffn, rope_theta are positive"),
-            (not one_layer and self.value_source != "all",
-             f"value_source={self.value_source!r}: expected first, previous, all or a layer before the last"),
             (self.value_residual and self.shared_value,
              "value_residual mixes V_1 into each layer's own values, and shared_value removes those: choose one"),
             (tunes and not self.value_residual,
@@ -149,7 +158,6 @@ class GPTConfig:
              f"value_residual has no layer to mix in: n_layer={self.n_layer}, value_layers={self.value_layers!r}, "
              f"value_source={self.value_source}"),
             (self.value_anchors != "1" and not self.shared_value, "value_anchors needs shared_value=True"),
-            (self.shared_value and 1 not in self.layers("value_anchors"), "value_anchors must hold layer 1"),
             (self.shared_value and self.share_v_every > 1, "shared_value already shares values: leave share_v_every out"),
             (self.cla > 1 and (self.share_k_every > 1 or self.share_v_every > 1), "cla sets share_k_every and "
              "share_v_every: give one or the other"),
@@ -159,8 +167,10 @@ class GPTConfig:
             (self.key_residual and (self.shared_key or shared_k), "key_residual mixes a layer's own keys, and "
              "shared_key / cla / share_k_every removes them"),
             (self.shared_key and shared_k, "shared_key already shares keys: leave cla and share_k_every out"),
-            (self.shared_query and self.shared_key and self.shared_value, "with queries, keys and values all shared the "
-             "later layers' attention would read nothing of their own input"),
+            (any(all(self.take(t, n) != n for t in "qkv") for n in range(1, self.n_layer + 1)),
+             "with queries, keys and values all shared, a layer's attention would read nothing of its own input"),
+            (self.plus_init != "zeros" and self.value_mix != "plus", "plus_init needs value_mix=plus"),
+            (not self.neutreno >= 0, f"neutreno={self.neutreno}: expected at least 0"),
             (self.identity_mapping and (self.value_residual or self.shared_value or shared_v or self.neutreno),
              "identity_mapping (Eq 6) is compared alone: it needs every layer's own, unmixed values"),
             (self.neutreno and self.shared_value, "neutreno adds V_1 - V_n, which is zero when values are shared"),
@@ -254,10 +264,8 @@ class Attention(nn.Module):
         self.c_attn = nn.Linear(config.n_embd, sum(self.own.values()), bias=False) if self.own else None
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
         self.dropout = nn.Dropout(config.dropout)
-        self.cross = 0
-        if config.cross_layer and layer > 1:
-            self.cross = layer - 1 if config.value_source == "previous" else 1 if config.value_source == "first" \
-                else min(int(config.value_source), layer - 1)
+        crosses = config.cross_layer and layer > 1 and config.source_layer(layer) < layer
+        self.cross = config.source_layer(layer) if crosses else 0  # the other layer of Eq 2; 0: none
         self.probe = None  # analyses may set a function here, called with (layer, {name: tensor}) in each forward pass
 
     def forward(self, x, seen, mix, rope, cache=None, mask=None):
@@ -413,7 +421,7 @@ class GPT(nn.Module):
                  | {("x", m) for m in config.sources("x", n)}
                  | ({("v", 1)} if config.neutreno else set()) | ({("a", 1)} if config.attention_residual else set())
                  | ({("v", m) for m in range(1, n)} if config.identity_mapping else set())
-                 | ({(t, self.transformer.h[n - 1].attn.cross) for t in "kv"} if config.cross_layer else set())
+                 | {(t, self.transformer.h[n - 1].attn.cross) for t in "kv"}
                  for n in range(1, L + 1)}
         self.keep = {n: [t for t in "xqkva" if any((t, n) in reads[m] for m in range(n + 1, L + 1))]
                      for n in range(1, L + 1)}  # what later layers read of layer n; the rest is freed
@@ -549,7 +557,8 @@ class GPT(nn.Module):
         Yields the next token ids (B,) one step at a time. idx (B, T): prompts; rows shorter than T are padded on the left
         and lengths (B,) says how long each is. temperature 0 is greedy; top_k None or 0 and top_p None or 1 are off; ids
         from n_vocab (the tokenizer's size) on are never sampled. Only the last block_size tokens of a prompt are seen
-        (a warning says so); when the context is full, the last block_size // 2 tokens are processed anew.
+        (a warning says so); when the context is full (the longest row's, padding included: the columns of a batch move
+        together), the last block_size // 2 tokens are processed anew.
         Raises ValueError for bad arguments.
         """
         (B, T), c, device = idx.shape, self.config, idx.device
@@ -598,6 +607,8 @@ def load_checkpoint(path):
     """
     try:
         ckpt = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        if not isinstance(ckpt, dict):
+            raise TypeError("no dict")
         if ckpt["version"] > CHECKPOINT_VERSION:
             raise ValueError(f"{path}: written by a newer version ({ckpt['version']} > {CHECKPOINT_VERSION}); update this code")
         state = ckpt["model"]
@@ -629,7 +640,8 @@ def sample(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
     """Token ids (B,) drawn from float32 logits (B, n_vocab); temperature 0 takes the largest."""
     if temperature == 0:
         return logits.argmax(-1)
-    logits = (logits - logits.amax(-1, keepdim=True)) / temperature  # at most 0, so that no temperature overflows
+    # at most 0, so that no temperature overflows; one too small for float32 is as good as the smallest that is not
+    logits = (logits - logits.amax(-1, keepdim=True)) / max(temperature, torch.finfo(torch.float32).tiny)
     if top_k:
         kept = logits.topk(min(top_k, logits.size(-1)))  # exactly k, also where the kth is tied
         logits = torch.full_like(logits, -math.inf).scatter(-1, kept.indices, kept.values)

@@ -143,8 +143,9 @@ def get_tokenizer(name):
                 ranks = {base64.b64decode(t): int(r) for t, r in (line.split() for line in f if line.strip())}
         except (ValueError, OSError) as e:
             raise UserError(f"tokenizer {name}: expected lines of a base64 token and its rank: {e}") from None
-        if sorted(ranks.values()) != list(range(len(ranks))) or not ranks:
-            raise UserError(f"tokenizer {name}: {len(ranks)} ranks that are not 0 .. {len(ranks) - 1}; is the file whole?")
+        if sorted(ranks.values()) != list(range(len(ranks))) or any(bytes([b]) not in ranks for b in range(256)):
+            raise UserError(f"tokenizer {name}: {len(ranks)} tokens; expected ranks from 0 on without a gap, and each of the "
+                            "256 bytes among them; is the file whole?")
         gpt2_words = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
         return Tiktoken(os.path.abspath(name), tiktoken.Encoding(
             name, pat_str=gpt2_words, mergeable_ranks=ranks, special_tokens={"<|endoftext|>": len(ranks)}))
@@ -213,26 +214,32 @@ def read_text(f, path, bar):
             piece += f.readline(PIECE)
         while (next_byte := f.peek(1)[:1]) and 0x80 <= next_byte[0] < 0xC0 and len(piece) < 3 * PIECE:
             piece += f.read(1)  # never cut inside a UTF-8 character
-        yield "text", piece, f"{path} byte {done}", not f.peek(1)
+        last = not f.peek(1)
+        if last and not done and not piece.strip():
+            yield "json", b'{"text": ""}', path, True  # white space alone is an empty document
+        else:
+            yield "text", piece, f"{path} byte {done}", last
         done += len(piece)
         bar.update(len(piece))
 
 
 def read_lines(path, chunks):
-    rest, number = b"", 1
+    parts, number = [], 1
     for chunk in chunks:
         if b"\n" not in chunk:
-            rest += chunk
+            parts.append(chunk)  # joined once: a long line must not be copied again and again
             continue
-        *lines, rest = (rest + chunk).split(b"\n")
+        *lines, rest = (b"".join(parts) + chunk).split(b"\n")
+        parts = [rest]
         for line in lines:
             if line.strip():
                 yield "json", line, f"{path} line {number}", True
             number += 1
+    rest = b"".join(parts)
     if rest.strip():
         try:
             json.loads(rest)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise BadShard(f"{path}: line {number}, the last, is cut after {len(rest)} bytes; fetch the file again") from None
         yield "json", rest, f"{path} line {number}", True
 
@@ -253,7 +260,7 @@ def decompressed(f, path, bar):
             yield chunk
         return
     stream, read = None, 0
-    while chunk := f.read(1 << 18):
+    while chunk := f.read(1 << 13):  # small, since a few bytes may unpack to megabytes
         bar.update(len(chunk))
         while chunk:
             stream = stream or start()
@@ -448,13 +455,20 @@ def encode_batch(items, tokenizer=None):
                      if isinstance(d, dict)]
             source = next((s for s in named if isinstance(s, str) and s), "other").removeprefix("RedPajama")
             source = re.sub(r"[^A-Za-z0-9_.-]", "_", source)[:64] or "other"
+            source += "_" * (source == "val")  # that name is taken: all sources together
         try:
             utf8 = text.encode()
         except UnicodeEncodeError:  # half of a surrogate pair, which JSON can spell and UTF-8 can't
             text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
             utf8 = text.encode()
             bad.append(("lone surrogates (replaced)", where))
-        ids = tokenizer.encode(text)
+        try:
+            ids = tokenizer.encode(text)
+        except BaseException as e:  # a panic of tiktoken's regex engine on one odd document must not end the job
+            if type(e).__name__ != "PanicException":
+                raise
+            bad.append(("the tokenizer failed", where))
+            continue
         arrays += [ids, [tokenizer.eot]] if ends else [ids]
         digest = int.from_bytes(hashlib.blake2b(utf8, digest_size=8).digest(), "little")
         pieces.append((source, digest, len(utf8), len(ids) + ends, ends))
@@ -557,8 +571,11 @@ class Bin:
     def read(self, windows, block_size):
         """int64 ids (len(windows), block_size + 1)."""
         # A new memmap each time costs 50 µs; the pages of a long-lived one count as this process's memory.
-        ids = np.memmap(self.path, self.dtype, mode="r", shape=(self.tokens,)) if self.tokens else []
-        return np.stack([ids[w * block_size:(w + 1) * block_size + 1] for w in windows]).astype(np.int64)
+        out = np.empty((len(windows), block_size + 1), np.int64)
+        ids = np.memmap(self.path, self.dtype, mode="r", shape=(self.tokens,)) if len(windows) else None
+        for row, w in zip(out, windows):
+            row[:] = ids[w * block_size:(w + 1) * block_size + 1]
+        return out
 
     def sample(self, pages=64, page=2048):
         """Evenly spaced pages of ids, for a fingerprint in constant time."""
@@ -587,6 +604,8 @@ class Data:
                     self.meta = json.load(f)
                 sizes, dtype = self.meta["bins"], np.dtype(self.meta["dtype"])
                 self.tokenizer, self.vocab_size, self.eot = (self.meta[k] for k in ("tokenizer", "vocab_size", "eot"))
+                if not all(isinstance(n, int) for n in (self.vocab_size, self.eot, sizes["train"], sizes["val"])):
+                    raise TypeError("a number is missing")
             except (ValueError, KeyError, TypeError) as e:
                 raise UserError(f"{meta_path}: not written by prepare.py, or damaged ({type(e).__name__}: {e})") from None
         elif os.path.exists(os.path.join(self.path, "meta.pkl")):
@@ -655,7 +674,9 @@ def prepare(config):
                     f"source {config.source}: {sum(c['documents'] for s in counts.values() for c in s.values())} documents, "
                     f"none left for {empty}.bin"
                     + (f"; {sum(bad.values())} were skipped: {summary(bad)}" if bad else "")
-                    + ("; give more text, or --val_source=FILE" if not config.val_source else ""))
+                    + (f"; --max_tokens={config.max_tokens} is below the first one's length"
+                       if empty == "train" and config.max_tokens else
+                       "; give more text, or --val_source=FILE" if not config.val_source else ""))
             meta.update(bins=bins, sources=counts, skipped=dict(collections.Counter(
                 {kind: n for kind, n in by_kind(bad).items()})))
             writer.commit(meta)
@@ -681,7 +702,7 @@ def parse_mix(config):
     try:
         shares = {name.strip().removeprefix("RedPajama"): float(share)
                   for name, share in (part.split(":") for part in config.mix.split(","))}
-        if min(shares.values()) <= 0:
+        if not all(0 < share < 1e9 for share in shares.values()):
             raise ValueError
     except ValueError:
         raise UserError(f"--mix={config.mix}: expected source:share,source:share with shares above 0, as "

@@ -51,7 +51,7 @@ def read_prompts(start):
         return [text]
     if not text.strip():
         raise UserError(f"--start={start}: the file has no line; expected one prompt per line")
-    return text.splitlines()
+    return [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")]
 
 
 def encode_prompt(tokenizer, text):

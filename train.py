@@ -13,10 +13,12 @@ table, summary.json and relative_loss.png.
 import contextlib
 import dataclasses
 import datetime
+import importlib
 import itertools
 import json
 import math
 import os
+import re
 import signal
 import statistics
 import sys
@@ -78,15 +80,17 @@ class Config(GPTConfig):
     activation_checkpointing: bool = False  # recompute each block in the backward pass: less memory, about a third slower
 
 
-# Dense bf16 peak of a device in FLOP/s, for MFU = flops_per_token x tokens/s / peak. Others print tokens/s only.
-PEAKS = {"H100 80GB HBM3": 989e12, "H100 SXM": 989e12, "H200": 989e12, "GH200": 989e12, "H100 NVL": 835e12,
-         "H100 PCIe": 756e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12, "RTX 3090": 71e12}
+# Dense bf16 peak in FLOP/s by the device's whole name, for MFU = flops_per_token x tokens/s / peak. A device that is not
+# here (a laptop's, a slice of a card) prints tokens/s only.
+PEAKS = {r"H100 80GB HBM3|H100 SXM5?|H200|GH200 .*": 989e12, r"H100 NVL|H200 NVL": 835e12, r"H100 PCIe": 756e12,
+         r"A100-(SXM4|PCIE)-\d+GB|A100 80GB PCIe": 312e12, r"L40S": 362e12, r"GeForce RTX 4090": 165e12,
+         r"GeForce RTX 3090": 71e12}
 
 
 def peak_flops(device_name):
-    """Peak by the longest matching name; None for a device not in the table."""
-    found = [name for name in PEAKS if name in device_name]
-    return PEAKS[max(found, key=len)] if found else None
+    """The peak of this device, or None when it is not in the table."""
+    name = device_name.removeprefix("NVIDIA ")
+    return next((peak for pattern, peak in PEAKS.items() if re.fullmatch(pattern, name)), None)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -203,6 +207,12 @@ def resolve(config, world):
     dtype = config.dtype
     if dtype == "auto":
         dtype = "float32" if device.type != "cuda" else "bfloat16" if torch.cuda.is_bf16_supported() else "float16"
+    for option, package in (("tensorboard_log", "tensorboard"), ("wandb_log", "wandb")):
+        try:
+            if getattr(config, option):
+                importlib.import_module(package)
+        except ImportError:
+            raise UserError(f"--{option}=True needs the package {package}: pip install {package}") from None
     if dtype == "float16" and device.type != "cuda":
         raise UserError("--dtype=float16: needs a CUDA device (its small range needs a gradient scaler); use bfloat16")
     return dataclasses.replace(
@@ -317,6 +327,15 @@ def write_log(folder, steps, evals):
     write_whole(os.path.join(folder, "log.jsonl"), lambda f: f.write("".join(json.dumps(x) + "\n" for x in lines).encode()))
 
 
+def finite(x):
+    """x, or None where it is no number, which JSON can't spell."""
+    return x if x is not None and math.isfinite(x) else None
+
+
+def show(x, form=".4f"):
+    return "not finite" if x is None else format(x, form)
+
+
 def relative(line, base):
     """Adds rel_loss or rel_val_loss to a line, against the baseline's lines, where both have finite numbers."""
     for key in ("loss", "val_loss"):
@@ -340,20 +359,25 @@ def comparable(config, data):
     """What must be equal for a difference of losses at the same iteration to be the system's alone."""
     names = ("block_size", "tokens_per_iter", "seed", "learning_rate", "min_lr", "warmup_iters", "lr_decay_iters", "decay_lr")
     return {**{n: getattr(config, n) for n in names}, "data": data.fingerprint,
-            "eval_windows": config.eval_iters * config.batch_size}
+            "eval_iters x batch_size": config.eval_iters * config.batch_size}
+
+
+def same(theirs, mine, folder):
+    """Raises UserError with the names of what differs between two comparable() dicts."""
+    differs = [f"{k} ({theirs.get(k)} there, {v} here)" for k, v in mine.items() if theirs.get(k) != v]
+    if differs:
+        raise UserError(f"baseline {folder} is not comparable: {', '.join(differs)}; make them equal, or train a baseline")
 
 
 def check_baseline(config, data, folder):
-    """Raises UserError with the names of what differs between this run and the baseline's config.json."""
+    """Raises UserError when this run can't be compared with the one in folder."""
     path = os.path.join(folder, "config.json")
     try:
         with open(path, encoding="utf-8") as f:
             theirs = json.load(f)["comparable"]
     except (OSError, ValueError, KeyError, TypeError):
         raise UserError(f"--baseline={folder}: {path} is missing or not written by train.py") from None
-    differs = [f"{k} ({theirs.get(k)} there, {v} here)" for k, v in comparable(config, data).items() if theirs.get(k) != v]
-    if differs:
-        raise UserError(f"baseline {folder} is not comparable: {', '.join(differs)}; make them equal, or train a baseline")
+    same(theirs, comparable(config, data), folder)
 
 
 def smooth(x, y, window):
@@ -369,13 +393,10 @@ def smooth(x, y, window):
 
 
 def open_boards(config):
-    """Functions that each take a line of the log, for the boards asked for. log.jsonl stays the record. Raises UserError."""
+    """Functions that each take a line of the log, for the boards asked for. log.jsonl stays the record."""
     boards = []
     if config.tensorboard_log:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            raise UserError("--tensorboard_log needs the package tensorboard: pip install tensorboard") from None
+        from torch.utils.tensorboard import SummaryWriter
         writer = SummaryWriter(config.out_dir)
 
         def to_tensorboard(line):
@@ -386,10 +407,7 @@ def open_boards(config):
                 writer.flush()
         boards.append(to_tensorboard)
     if config.wandb_log:
-        try:
-            import wandb
-        except ImportError:
-            raise UserError("--wandb_log needs the package wandb: pip install wandb") from None
+        import wandb
         run = wandb.init(project="nanoResFormer", name=config.out_dir, dir=config.out_dir, reinit="create_new",
                          config={k: v for k, v in dataclasses.asdict(config).items() if k != "runs"})
         boards.append(lambda line: run.log({k: v for k, v in line.items() if k != "iter"}, step=line["iter"]))
@@ -475,6 +493,7 @@ class Run:
         if self.world.rank:
             return
         signals.saving = True
+        self.log.flush()
         os.fsync(self.log.fileno())
         began = time.perf_counter()
         content = dict(
@@ -523,8 +542,8 @@ class Run:
         speed = len(its) * self.config.tokens_per_iter / seconds
         peak = peak_flops(torch.cuda.get_device_name(self.device)) if self.device.type == "cuda" else None
         for it, lr, (loss, norm, bad, _) in zip(its, rates, rows):
-            line = {"iter": it, "loss": loss if math.isfinite(loss) else None, "lr": lr,
-                    "grad_norm": norm if math.isfinite(norm) else None, "tokens": (it + 1) * self.config.tokens_per_iter,
+            line = {"iter": it, "loss": finite(loss), "lr": lr, "grad_norm": finite(norm),
+                    "tokens": (it + 1) * self.config.tokens_per_iter,
                     "tokens_per_s": speed, "data_wait": self.loader.waited / seconds}
             if peak:
                 line["mfu"] = self.model.flops_per_token() * speed / (peak * self.world.size)
@@ -535,7 +554,7 @@ class Run:
         if self.world.rank == 0:
             self.log.flush()
             left = (self.config.max_iters - its[-1] - 1) * seconds / len(its)
-            self.say(f"iter {line['iter']}: loss {line['loss'] if line['loss'] is None else format(line['loss'], '.4f')}"
+            self.say(f"iter {line['iter']}: loss {show(line['loss'])}"
                      + (f", rel {line['rel_loss']:+.4f}" if "rel_loss" in line else "")
                      + f", lr {line['lr']:.2e}, {speed:,.0f} tokens/s" + (f", mfu {line['mfu']:.1%}" if peak else "")
                      + f", {int(left // 60)}m{int(left % 60):02d}s left" + (", step skipped" if bad else ""))
@@ -578,10 +597,10 @@ class Run:
 
     def log_evaluation(self):
         began = time.perf_counter()
-        losses = self.evaluate()
+        losses = {name: finite(loss) for name, loss in self.evaluate().items()}
         val, seconds = losses.pop("val"), time.perf_counter() - began
         line = {"iter": self.iter, "val_loss": val, "val": losses,
-                "val_mean": statistics.fmean(losses.values()) if losses else val}
+                "val_mean": None if None in losses.values() else statistics.fmean(losses.values()) if losses else val}
         if self.model.value_mix is not None and not self.config.eval_only:
             line["value_mix"] = {n: {i: float(w.detach() if torch.is_tensor(w) else w) for i, w in row.items()}
                                  for n, row in self.model.value_mix().items()}
@@ -589,7 +608,7 @@ class Run:
             line["alpha"] = self.model.alpha.tolist()
         relative(line, self.base[1])
         self.val_loss, line["eval_s"] = val, seconds
-        self.say(f"iter {self.iter}: val loss {val:.4f}, mean over sources {line['val_mean']:.4f}"
+        self.say(f"iter {self.iter}: val loss {show(val)}, mean over sources {show(line['val_mean'])}"
                  + (f", rel {line['rel_val_loss']:+.4f}" if "rel_val_loss" in line else "") + f" ({seconds:.1f} s)")
         if not self.config.eval_only:
             self.record(line)
@@ -599,8 +618,8 @@ class Run:
         config = self.config
         if config.compile:
             self.say("compiling the model (a minute or so) ...")
-            compiled = torch.compile(self.model)
             try:
+                compiled = torch.compile(self.model)
                 with autocast(config):
                     ids = torch.zeros(self.micro_batch, config.block_size + 1, dtype=torch.int64, device=self.device)
                     compiled(ids[:, :-1], ids[:, 1:])[1].backward()
@@ -662,11 +681,10 @@ class Run:
         self.prepare_step()
         while True:
             if self.iter % config.eval_interval == 0 or self.iter == config.max_iters:
-                if not done:
+                if not done or done["iter"] != self.iter:  # a resumed run may have this evaluation already
                     self.flush()
                     self.log_evaluation()
                     self.save(signals)
-                done = None
                 self.clock = time.perf_counter()
             if self.iter >= config.max_iters:
                 break
@@ -757,12 +775,17 @@ def plan(config):
     except ValueError:
         raise UserError(f"--seeds={config.seeds}: expected whole numbers, as 1337,1338,1339") from None
     named = {o["baseline"] for o in config.runs.values() if isinstance(o, dict) and o.get("baseline")}
+    if len(set(seeds)) < len(seeds) or config.baseline:
+        raise UserError(f"--seeds={config.seeds}: a seed comes twice" if not config.baseline else
+                        "--baseline is for one run; in a list of runs, a run names another one as its baseline")
     planned, first, picked = [], next(iter(config.runs)), getattr(config.runs, "picked", ()) or config.runs
     for seed, (name, options) in itertools.product(seeds, config.runs.items()):
         if name not in picked:
             continue
         if not isinstance(options, dict) or not name or name != os.path.basename(name) or name.startswith("."):
             raise UserError(f"runs[{name!r}]: expected a name that can be a folder, and a dict of options")
+        if {"out_dir", "runs", "seeds"} & set(options):
+            raise UserError(f"runs[{name!r}]: out_dir, runs and seeds belong to the list, not to one run")
         run = override(config, options, f"runs[{name!r}]")
         base = options.get("baseline") or ("" if name == first or name in named else first)
         if base and (base not in config.runs or base == name):
@@ -847,10 +870,15 @@ def sample_text(folder, config, tokens):
 
 def train_list(config, world, signals):
     planned = plan(config)
+    facts = {}
     for _, _, run in planned:  # refuse everything that can be refused before the first hour of training
         resolved = resolve(run, world)
         checked_model_config(resolved, run.vocab_size or 64)
         micro_batches(resolved, world)
+        facts[run.out_dir] = comparable(resolved, open_data(resolved, world))
+    for _, _, run in planned:
+        if run.baseline in facts:
+            same(facts[run.baseline], facts[run.out_dir], run.baseline)
     for name, _, run in planned:
         if world.rank == 0:
             own = ", ".join(f"{k}={v}" for k, v in config.runs[name].items())

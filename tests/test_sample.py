@@ -262,8 +262,9 @@ def test_num_samples(text):
     assert len(rows) == 6 + 1 and rows[-1] == ""
     assert all(row.startswith("ab") for row in rows[:3]) and all(row.startswith("cde") for row in rows[3:6])
     assert len(set(rows[:6])) == 6
-    greedy = text("--start=ab", "--num_samples=2", "--temperature=0").split(END)
-    assert greedy[0] == greedy[1]
+    greedy = text("--start=LINES:prompts.txt", "--num_samples=2", "--temperature=0").split(END)
+    single = [text(f"--start={line}", "--temperature=0")[:-1] for line in ("ab", "cde")]
+    assert greedy == [single[0], single[0], single[1], single[1], ""]
 
 
 @pytest.mark.parametrize("temperature", ["0", "1"])

@@ -574,6 +574,45 @@ def test_one_process_needs_no_torch_distributed(data, monkeypatch):
     assert go(f"--data={data}") == 0
 
 
+@pytest.mark.parametrize("options", [[], ["--grad_clip=0", "--weight_decay=0.5"], ["--grad_clip=0.1", "--beta2=0.5"],
+                                     ["--value_residual=True", "--value_mix=learnable", "--value_lr_scale=3"]], ids=" ".join)
+def test_training_equals_a_plain_loop(data, options):
+    """
+    The paper's recipe from its description: AdamW with decay on matrices only, clipping by the norm, the schedule, the mean
+    over 4 windows in 2 micro-steps; the mixing weights learn value_lr_scale times as fast.
+    """
+    args = [f"--data={data}", "--out_dir=o", "--tokens_per_iter=64", "--max_iters=6", *MOVES, *options]
+    assert go(*args) == 0
+    config = configure(train.Config, [*TINY, *args])
+    net = model.GPT(train.model_config(config, 320), config.seed)
+    named = dict(net.named_parameters())
+    optimizer = torch.optim.AdamW([
+        {"params": [p for n, p in named.items() if p.dim() >= 2], "weight_decay": config.weight_decay, "scale": 1.0},
+        {"params": [p for n, p in named.items() if p.dim() < 2 and "value_mix" not in n], "weight_decay": 0.0, "scale": 1.0},
+        {"params": [p for n, p in named.items() if "value_mix" in n], "weight_decay": 0.0, "scale": config.value_lr_scale},
+    ], betas=(0.9, config.beta2), eps=1e-8, foreach=False)
+    rates = schedule(6, learning_rate=1e-2, min_lr=1e-3, warmup_iters=2, lr_decay_iters=6)
+    every, want, norms = windows_of(data, "train"), [], []
+    for it, lr in enumerate(rates):
+        ids = torch.as_tensor(every[train.batch_windows(it, 4, len(every), config.seed)])
+        loss = torch.nn.functional.cross_entropy(net(ids[:, :-1])[0].flatten(0, 1), ids[:, 1:].flatten())
+        loss.backward()
+        norms.append(sum(p.grad.square().sum() for p in net.parameters()).sqrt().item())
+        for p in net.parameters():
+            p.grad *= min(1.0, config.grad_clip / norms[-1]) if config.grad_clip else 1.0
+        for group in optimizer.param_groups:
+            group["lr"] = lr * group["scale"]
+        optimizer.step()
+        optimizer.zero_grad()
+        want.append(loss.item())
+    assert losses("o") == pytest.approx(want, abs=1e-4)
+    assert [x["grad_norm"] for x in log("o")[0]] == pytest.approx(norms, rel=1e-2)
+    trained = checkpoint("o")["model"]
+    for name, p in named.items():
+        assert torch.allclose(trained[name], p, atol=2e-3), name
+    assert max(want) - min(want) > 0.05
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Resume (B42, B44, B46)
 
