@@ -31,6 +31,7 @@ import platform
 import re
 import sys
 import sysconfig
+import threading
 import time
 import zlib
 from concurrent.futures.process import BrokenProcessPool
@@ -260,7 +261,7 @@ def decompressed(f, path, bar):
             yield chunk
         return
     stream, read = None, 0
-    while chunk := f.read(1 << 13):  # small, since a few bytes may unpack to megabytes
+    while chunk := f.read(1 << 11):  # small, since a few bytes may unpack to megabytes
         bar.update(len(chunk))
         while chunk:
             stream = stream or start()
@@ -420,6 +421,8 @@ worker = None  # the tokenizer of this process
 
 def start_worker(name):
     global worker
+    parent = multiprocessing.parent_process()
+    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()  # do not outlive a killed parent
     worker = get_tokenizer(name)
 
 
@@ -464,11 +467,11 @@ def encode_batch(items, tokenizer=None):
             bad.append(("lone surrogates (replaced)", where))
         try:
             ids = tokenizer.encode(text)
-        except BaseException as e:  # a panic of tiktoken's regex engine on one odd document must not end the job
-            if type(e).__name__ != "PanicException":
+        except BaseException as e:  # tiktoken's regex engine gives up, or panics, on a million spaces
+            if not isinstance(e, ValueError) and type(e).__name__ != "PanicException":
                 raise
-            bad.append(("the tokenizer failed", where))
-            continue
+            ids = np.concatenate([tokenizer.encode(text[i:i + 10_000]) for i in range(0, len(text), 10_000)])
+            bad.append(("too long a run for the tokenizer (encoded in parts)", where))
         arrays += [ids, [tokenizer.eot]] if ends else [ids]
         digest = int.from_bytes(hashlib.blake2b(utf8, digest_size=8).digest(), "little")
         pieces.append((source, digest, len(utf8), len(ids) + ends, ends))
@@ -479,11 +482,13 @@ def encode_batch(items, tokenizer=None):
 def encode_all(batches, tokenizer, num_proc):
     """encode_batch over all batches, in order. Raises UserError when a worker dies."""
     if num_proc == 1:
-        for batch, bar in batches:
-            yield encode_batch(batch, tokenizer), bar
+        with contextlib.closing(batches):
+            for batch, bar in batches:
+                yield encode_batch(batch, tokenizer), bar
         return
-    with concurrent.futures.ProcessPoolExecutor(num_proc, multiprocessing.get_context("spawn"), start_worker,
-                                                (tokenizer.name,)) as pool:
+    spawn = multiprocessing.get_context("spawn")
+    with contextlib.closing(batches), concurrent.futures.ProcessPoolExecutor(num_proc, spawn, start_worker,
+                                                                             (tokenizer.name,)) as pool:
         waiting = collections.deque()
         try:
             for batch, bar in batches:
@@ -527,6 +532,9 @@ class Writer:
 
     def __init__(self, folder, dtype):
         self.folder, self.dtype, self.files = folder, dtype, {}
+        for name in os.listdir(folder):  # of a preparation that was killed
+            if name.endswith(".bin.tmp"):
+                os.remove(os.path.join(folder, name))
 
     def write(self, name, ids):
         if name not in self.files:

@@ -949,7 +949,7 @@ def nonsense(a, b):
         or both & {"svformer", "anchors"} and both & {"share_v", "neutreno"}  # V_n is V_1 (or shared already)
         or both == {"cla", "share_k"} or both == {"cla", "share_v"}
         or "shared_key" in both and both & {"cla", "share_k"}
-        or both == {"shared_query", "query_residual"}
+        or both == {"shared_query", "query_residual"} or both == {"shared_query", "cla"}  # no projection left to every second
         or "key_residual" in both and both & no_own_k
         or "identity_mapping" in both and both & (VALUES | no_own_v | {"neutreno"})
         or "cross_layer" in both and both & (VALUES | no_own_v | no_own_k | {"key_residual", "attention_residual"}))
