@@ -10,6 +10,7 @@ from a file or the command line, passes the same typed gate (convert).
 
 Bad input raises UserError; command(main) turns it into one line on stderr and exit code 2.
 """
+import ast
 import contextlib
 import dataclasses
 import difflib
@@ -118,13 +119,16 @@ def read_file(path):
     space = {"__file__": os.path.abspath(found), "__name__": "config"}
     try:
         with open(found, encoding="utf-8") as f:
-            exec(compile(f.read(), found, "exec"), space)
+            tree = ast.parse(f.read(), found)
+        exec(compile(tree, found, "exec"), space)
     except Exception as e:
         line = e.lineno if isinstance(e, SyntaxError) else next(
             (f.lineno for f in reversed(inspect.getinnerframes(e.__traceback__, 0)) if f.filename == found), 0)
         raise UserError(f"{found}, line {line}: {type(e).__name__}: {e}") from None
+    imported = {name.asname or name.name for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))
+                for name in node.names}
     return {k: v for k, v in space.items()
-            if not k.startswith("_") and not callable(v) and not isinstance(v, types.ModuleType)}
+            if not k.startswith("_") and not callable(v) and not isinstance(v, types.ModuleType) and k not in imported}
 
 
 def configure(Config, argv):

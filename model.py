@@ -557,8 +557,7 @@ class GPT(nn.Module):
         Yields the next token ids (B,) one step at a time. idx (B, T): prompts; rows shorter than T are padded on the left
         and lengths (B,) says how long each is. temperature 0 is greedy; top_k None or 0 and top_p None or 1 are off; ids
         from n_vocab (the tokenizer's size) on are never sampled. Only the last block_size tokens of a prompt are seen
-        (a warning says so); when the context is full (the longest row's, padding included: the columns of a batch move
-        together), the last block_size // 2 tokens are processed anew.
+        (a warning says so); when a row's context is full, its last block_size // 2 tokens are processed anew.
         Raises ValueError for bad arguments.
         """
         (B, T), c, device = idx.shape, self.config, idx.device
@@ -577,20 +576,20 @@ class GPT(nn.Module):
             pad = T - torch.as_tensor(lengths, device=device)
             if pad.shape != (B,) or int(pad.min()) < 0 or int(pad.max()) >= T:
                 raise ValueError(f"lengths: expected {B} numbers from 1 to {T}, found {lengths}")
-            pad = pad if pad.any() else None
         if T > c.block_size:
             warnings.warn(f"the prompt has {T} tokens; only the last block_size={c.block_size} are seen", stacklevel=2)
         generator = None if seed is None else torch.Generator(device).manual_seed(seed)
         out = torch.cat((idx, idx.new_zeros(B, max_new_tokens)), dim=1)
-        start = max(0, T - c.block_size)  # the column of out that is position 0 of the context
+        # each row's first column of out that is in its context; its context is full when it holds block_size tokens
+        starts = [max(p, T - c.block_size) for p in (pad.tolist() if pad is not None else [0] * B)]
         cache = self.kv_cache(B, min(c.block_size, T + max_new_tokens)) if use_cache else None
         for end in range(T, T + max_new_tokens):
-            if end - start > c.block_size:
-                start = end - max(1, c.block_size // 2)
-                if cache is not None:
-                    cache.length = 0
-            new = out[:, start + (cache.length if cache is not None else 0):end]
-            x = self.features(new, cache, None if pad is None else (pad - start).clamp(min=0))
+            moved = [end - max(1, c.block_size // 2) if end - s > c.block_size else s for s in starts]
+            if moved != starts and cache is not None:
+                cache.length = 0
+            starts, first = moved, min(moved)
+            pad = torch.tensor(starts, device=device) - first if max(starts) > first else None
+            x = self.features(out[:, first + (cache.length if cache is not None else 0):end], cache, pad)
             logits = self.lm_head(x[:, -1])
             out[:, end] = sample(logits[:, :n_vocab].float(), temperature, top_k, top_p, generator)
             yield out[:, end]

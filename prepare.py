@@ -303,7 +303,8 @@ def read_parquet(f, path, bar):
 
 
 def is_hub(source):
-    return bool(re.fullmatch(r"[\w.-]+/[\w.-]+(:\w+)?", source)) and not os.path.exists(source)
+    """owner/name that is no local path, nor one mistyped inside a local folder."""
+    return bool(re.fullmatch(r"[\w.-]+/[\w.-]+(:\w+)?", source)) and not os.path.exists(source.split("/")[0])
 
 
 def open_hub(source, patterns=""):
@@ -630,7 +631,7 @@ class Data:
             bins[bin_name] = Bin(path, dtype, tokens)
         self.train = bins.pop("train")
         self.val = {bin_name.removeprefix("val_"): b for bin_name, b in bins.items()}
-        digest = hashlib.blake2b(f"{self.tokenizer} {self.train.tokens}".encode(), digest_size=16)
+        digest = hashlib.blake2b(f"{self.vocab_size} {self.train.tokens}".encode(), digest_size=16)
         for b in (self.train, *self.val.values()):
             ids = b.sample()
             if ids.size and int(ids.max()) >= self.vocab_size:
@@ -649,7 +650,7 @@ def prepare(config):
     at_least(config, 0, "val_fraction", below=1)
     name = config.tokenizer if config.tokenizer != "auto" else "bytes" if config.source == "builtin" else "gpt2"
     tokenizer = get_tokenizer(name)  # once and first: a missing file is one message here, not one in each worker
-    folder = config.out_dir or os.path.join("data", os.path.basename(os.path.normpath(config.source)).split(".")[0])
+    folder = config.out_dir or os.path.join("data", os.path.basename(os.path.abspath(config.source)).split(".")[0])
     num_proc = config.num_proc or os.cpu_count() or 1
     meta = dict(format=1, tokenizer=tokenizer.name, vocab_size=tokenizer.n_vocab, eot=tokenizer.eot,
                 dtype=str(bin_dtype(tokenizer.n_vocab)), source=config.source, val_source=config.val_source,
@@ -688,8 +689,10 @@ def prepare(config):
             meta.update(bins=bins, sources=counts, skipped=dict(collections.Counter(
                 {kind: n for kind, n in by_kind(bad).items()})))
             writer.commit(meta)
-        except BaseException:
+        except BaseException as e:
             writer.abort()
+            if isinstance(e, OSError) and e.filename is None:  # a write that failed does not say where
+                raise UserError(f"{folder}: could not be written ({e.strerror or e}); what was there is as it was") from None
             raise
     for source, splits in sorted(counts.items()):
         print(f"  {source:15} " + "   ".join(f"{s}: {c['documents']:,} documents, {c['bytes']:,} bytes, {c['tokens']:,} tokens"

@@ -758,7 +758,11 @@ def train_one(config, world, signals):
         else:
             if run.iter:
                 run.say(f"resuming at iteration {run.iter}")
-            run.train(signals)
+            try:
+                run.train(signals)
+            except OSError as e:  # the log's line did not fit on the disk, say
+                raise UserError(f"{e.filename or run.folder}: {e.strerror or e}; {run.path} is whole: mend it, then run the "
+                                "same command again to continue") from None
     world.barrier()
     if config.compile:
         torch._dynamo.reset()

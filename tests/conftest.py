@@ -1,5 +1,5 @@
-"""Lets the tests import the modules at the repository's root, wherever pytest is started."""
+import os
 import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests run side by side: threads of several would wait for each other
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))

@@ -572,6 +572,16 @@ def test_cached_decoding_is_the_full_forward_pass(system, groups, batch, length)
     assert len(set(cached.flatten().tolist())) > 3  # the toy does not just repeat itself
 
 
+@system
+def test_cached_decoding_of_a_deeper_model(system):
+    m, x = toy(system, "gqa", n_layer=6), ids(2, 5)
+    cached, logits = watched(m, x, BLOCK + 4, temperature=0)
+    for b in range(2):
+        tokens, naive_logits = naive(m, x[b].tolist(), BLOCK + 4)
+        assert cached[b].tolist() == tokens
+        close(logits[b], naive_logits)
+
+
 @pytest.mark.parametrize("block", [1, 2, 7])
 def test_odd_and_tiny_contexts(block):
     m, x = toy("resformer", block_size=block), ids(2, 3)
@@ -623,15 +633,14 @@ def test_left_padded_prompts_equal_each_alone(system, groups, fill):
 
 @system
 @groups
-def test_left_padded_prompts_beyond_block_size(system, groups):
-    """The columns of a batch move together: cached equals uncached, and the longest row equals itself alone."""
+def test_left_padded_prompts_equal_each_alone_beyond_block_size(system, groups):
     m = toy(system, groups)
     x, lengths = padded(PROMPTS)
     out, _ = watched(m, x, 2 * BLOCK, temperature=0, lengths=lengths)
     plain, _ = watched(m, x, 2 * BLOCK, temperature=0, lengths=lengths, use_cache=False)
     assert torch.equal(out, plain)
-    longest = max(range(len(PROMPTS)), key=lambda b: len(PROMPTS[b]))
-    assert out[longest].tolist() == naive(m, PROMPTS[longest], 2 * BLOCK)[0]
+    wrong = [len(p) for b, p in enumerate(PROMPTS) if out[b, 8 - len(p):].tolist() != naive(m, p, 2 * BLOCK)[0]]
+    assert not wrong, f"prompts of these lengths continue otherwise than alone: {wrong}"
 
 
 @system

@@ -975,8 +975,8 @@ def test_local_files_need_no_datasets_and_a_hub_set_says_so(tmp_path, monkeypatc
     prep("owner/name", tmp_path / "out")  # an existing path wins over a hub name
     check_bins(tmp_path / "out", docs)
     old = snapshot(tmp_path / "out")
-    with pytest.raises(UserError, match=r"owner/nothing.*pip install datasets"):
-        prep("owner/nothing", tmp_path / "out")
+    with pytest.raises(UserError, match=r"somebody/nothing.*pip install datasets"):
+        prep("somebody/nothing", tmp_path / "out")
     assert snapshot(tmp_path / "out") == old
 
 
@@ -1216,13 +1216,15 @@ def test_import_does_no_work(tmp_path):
 
 
 @linux
-@pytest.mark.parametrize("kind", [".jsonl.zst", ".txt", "same.jsonl.zst"])
-def test_memory_is_bounded(tmp_path, kind):
-    """B17: 60 MB of text, or 200 MB that compress to next to nothing, with two processes: no process holds 300 MB."""
+@pytest.mark.parametrize("kind, mega, limit", [(".jsonl.zst", 60, 200), (".txt", 150, 150), ("same.jsonl.zst", 200, 280)])
+def test_memory_is_bounded(tmp_path, kind, mega, limit):
+    """
+    B17: with two processes the largest one's memory does not grow with the megabytes of text. A queue without bound takes
+    200 MB for the .txt and 380 for the last, whose 200 MB compress to next to nothing.
+    """
     rng = random.Random(0)
     block = "".join(rng.choices("etaoin shrdlu", k=200_000))
-    mega = 200 if kind == "same.jsonl.zst" else 60
-    texts = (block[k:] + block[:k] if mega == 60 else block for k in rng.choices(range(200_000), k=mega * 5))
+    texts = (block if "same" in kind else block[k:] + block[:k] for k in rng.choices(range(200_000), k=mega * 5))
     with open(tmp_path / ("in" + kind), "wb") as f, \
             zstandard.ZstdCompressor(level=1).stream_writer(f) if kind.endswith(".zst") else contextlib.nullcontext(f) as w:
         for text in texts:
@@ -1235,7 +1237,7 @@ def test_memory_is_bounded(tmp_path, kind):
     size = sum(os.path.getsize(tmp_path / "out" / f"{name}.bin") for name in ("train", "val"))
     shutil.rmtree(tmp_path / "out")
     assert code == 0 and size > mega * 1_900_000
-    assert kilobytes < 300_000, f"{kilobytes // 1000} MB"
+    assert kilobytes < limit * 1000, f"{kilobytes // 1000} MB"
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -8,11 +8,13 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 import prepare
 import sample
 import train
 from configurator import configure, describe
+from model import GPT, GPTConfig
 
 REPO = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 README = open(os.path.join(REPO, "README.md"), encoding="utf-8").read()
@@ -97,3 +99,27 @@ def test_quickstart_table_is_the_measured_one():
     """README's numbers are those of the committed summary, as train.py prints it."""
     with open(os.path.join(REPO, "results", "quickstart", "summary.json"), encoding="utf-8") as f:
         assert train.table(json.load(f)) in README
+
+
+def test_first_run_table_is_the_measured_one():
+    with open(os.path.join(REPO, "results", "first-run", "summary.json"), encoding="utf-8") as f:
+        assert train.table(json.load(f)) in README
+
+
+def test_systems_table_is_the_measured_one():
+    """Parameters, cache and step time of every system of config/systems.py, as analysis.bench wrote them."""
+    folder, measured = os.path.join(REPO, "results", "systems"), {}
+    for name in sorted(os.listdir(folder)):
+        with open(os.path.join(folder, name), encoding="utf-8") as f:
+            measured |= json.load(f)["runs"]
+    config = configure(train.Config, [os.path.join(REPO, "config", "systems.py")])
+    assert set(measured) == set(config.runs)
+    for name, r in measured.items():
+        row = re.search(rf"^\| {name} \|.*$", README, flags=re.M)[0]
+        shape = {**config.runs[name], "vocab_size": 50304}
+        shape.pop("batch_size", None)
+        with torch.device("meta"):
+            model = GPT(GPTConfig(**shape))
+        assert model.num_params() == r["n_params"] and f"| {r['n_params']:,} |" in row
+        assert f"| {model.kv_cache(1, 1, dtype=torch.bfloat16).nbytes:,} |" in row
+        assert name == "vanilla" or f"| {(r['step_ratio'] - 1) * 100:+.1f} % |" in row
