@@ -353,7 +353,7 @@ class Block(nn.Module):
 
     def forward(self, x, seen, mix, rope, cache, mask):
         a, raw = self.attn(self.ln_1(x), seen, mix, rope, cache, mask)
-        x = x + a if self.skip else a
+        x = x + a if self.skip else a.to(x.dtype)  # the stream stays float32 under autocast
         return x + self.mlp(self.ln_2(x)), raw
 
 

@@ -34,7 +34,7 @@ import torch
 import prepare
 from analysis import plot
 from configurator import UserError, at_least, command, configure, override
-from model import CHECKPOINT_VERSION, GPT, GPTConfig, KVCache, load_checkpoint
+from model import CHECKPOINT_VERSION, GPT, GPTConfig, KVCache, from_checkpoint, load_checkpoint
 
 
 @dataclass
@@ -98,7 +98,7 @@ def peak_flops(device_name):
 
 
 def learning_rate(it, config):
-    """Linear warmup from 1e-7 (reached: the peak, once, at warmup_iters), then cosine to min_lr (PAPER 2.2)."""
+    """Linear warmup from 1e-7 (reached: the peak, once, at warmup_iters), then cosine to min_lr (paper, 4.1)."""
     peak, low, warmup = config.learning_rate, config.min_lr, config.warmup_iters
     end = config.lr_decay_iters or config.max_iters
     if not config.decay_lr or it == warmup:
@@ -248,14 +248,10 @@ def autocast(config):
     return torch.autocast(device_type, getattr(torch, config.dtype))
 
 
-def model_config(config, vocab_size):
-    options = {f.name: getattr(config, f.name) for f in dataclasses.fields(GPTConfig)}
-    return GPTConfig(**{**options, "vocab_size": vocab_size})
-
-
 def checked_model_config(config, vocab_size):
     """GPTConfig of the options. Raises UserError with the reason when they make no sense."""
-    shape = model_config(config, vocab_size)
+    options = {f.name: getattr(config, f.name) for f in dataclasses.fields(GPTConfig)}
+    shape = GPTConfig(**{**options, "vocab_size": vocab_size})
     try:
         shape.check()
     except ValueError as e:
@@ -437,10 +433,10 @@ class Run:
                                                          (config.beta1, config.beta2), config.value_lr_scale)
         self.scaler = torch.amp.GradScaler("cuda") if config.dtype == "float16" else None
         if ckpt:
+            given = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
             self.optimizer.load_state_dict(ckpt["optimizer"])
-            for group in self.optimizer.param_groups:  # options of this command, where the checkpoint brought its own
-                group["betas"] = (config.beta1, config.beta2)
-                group["weight_decay"] = config.weight_decay if group["weight_decay"] else 0.0
+            for group, options in zip(self.optimizer.param_groups, given):
+                group.update(options)  # this command's, where the checkpoint brought its own
             if self.scaler and ckpt["scaler"]:
                 self.scaler.load_state_dict(ckpt["scaler"])
             self.iter, self.bad = ckpt["iter"], ckpt["bad_steps"]
@@ -755,6 +751,8 @@ def train_one(config, world, signals):
             run.log_evaluation()
         elif run.iter > config.max_iters or (run.iter == config.max_iters and run.iter in read_log(run.folder)[1]):
             run.say(f"finished at iteration {run.iter} already; a larger --max_iters continues it")
+            if config.baseline and world.rank == 0:
+                fill_relative(run.folder, config.baseline)
         else:
             if run.iter:
                 run.say(f"resuming at iteration {run.iter}")
@@ -779,9 +777,10 @@ def plan(config):
     except ValueError:
         raise UserError(f"--seeds={config.seeds}: expected whole numbers, as 1337,1338,1339") from None
     named = {o["baseline"] for o in config.runs.values() if isinstance(o, dict) and o.get("baseline")}
-    if len(set(seeds)) < len(seeds) or config.baseline:
-        raise UserError(f"--seeds={config.seeds}: a seed comes twice" if not config.baseline else
-                        "--baseline is for one run; in a list of runs, a run names another one as its baseline")
+    if len(set(seeds)) < len(seeds):
+        raise UserError(f"--seeds={config.seeds}: a seed comes twice")
+    if config.baseline:
+        raise UserError("--baseline is for one run; in a list of runs, a run names another one as its baseline")
     planned, first, picked = [], next(iter(config.runs)), getattr(config.runs, "picked", ()) or config.runs
     for seed, (name, options) in itertools.product(seeds, config.runs.items()):
         if name not in picked:
@@ -864,7 +863,6 @@ def table(summary):
 
 def sample_text(folder, config, tokens):
     """A continuation of end-of-text by the checkpoint in folder."""
-    from model import from_checkpoint
     ckpt = load_checkpoint(os.path.join(folder, "ckpt.pt"))
     tokenizer = prepare.get_tokenizer(ckpt["data"]["tokenizer"])
     ids = from_checkpoint(ckpt).generate(torch.tensor([[tokenizer.eot]]), tokens, temperature=0.8, top_k=200,

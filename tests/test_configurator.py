@@ -72,7 +72,7 @@ def test_a_configuration_does_not_leak_into_the_next(tmp_path):
 
 @pytest.mark.parametrize("argument, value", [
     ("--batch_size=4", 4), ("--batch_size=-4", -4), ("--max_iters=1_000", 1000), ("--seed=0", 0),
-    # an int widens to float and becomes one (B03)
+    # an int widens to float and becomes one
     ("--learning_rate=1", 1.0), ("--dropout=0", 0.0), ("--learning_rate=6e-5", 6e-5), ("--learning_rate=-1", -1.0),
     ("--learning_rate=.5", 0.5), ("--learning_rate=1_0.5", 10.5),
     ("--out_dir=a=b=c", "a=b=c"), ("--out_dir=", ""), ("--out_dir=with space", "with space"), ("--out_dir=8", "8"),
@@ -202,7 +202,7 @@ def test_refused_value_in_a_file(tmp_path, text):
 
 @pytest.mark.parametrize("text", ["batch_size = '8'", "learning_rate = '1e-3'"])
 def test_text_in_a_file_is_no_number(tmp_path, text):
-    """B03: not str -> number. On the command line everything is text; in a file quotes are a mistake."""
+    """not str -> number. On the command line everything is text; in a file quotes are a mistake."""
     assert text.split(" = ")[0] in refused(config_file(tmp_path, text))
 
 
@@ -223,7 +223,7 @@ def test_a_huge_whole_number_is_taken_or_refused(tmp_path, name):
 @pytest.mark.parametrize("wrong, near", [("learning_rat", "learning_rate"), ("batchsize", "batch_size"), ("dropuot", "dropout"),
                                          ("max_iter", "max_iters"), ("Seed", "seed")])
 def test_misspelt_name_on_the_command_line_and_in_a_file(tmp_path, wrong, near):
-    """B02: a file's misspelt name is refused like the command line's, with the nearest name."""
+    """a file's misspelt name is refused like the command line's, with the nearest name."""
     message = refused(f"--{wrong}=1")
     assert wrong in message and re.search(rf"\b{near}\b", message)
     message = refused(config_file(tmp_path, f"{wrong} = 1", "misspelt.py"))
@@ -251,7 +251,7 @@ def test_unknown_run(tmp_path):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Refused: forms (B01)
+# Refused: forms
 
 
 @pytest.mark.parametrize("argv, form", [
@@ -422,7 +422,7 @@ def test_command_leaves_good_runs_and_real_bugs_alone():
 @pytest.mark.parametrize("argv", [["--compile"], ["-source=x"], ["--source = x"], ["--source", "x"], ["source=x"], ["no.py"],
                                   ["--sorce=x"], ["--num_proc=True"], ["--num_proc=-1"], ["--val_fraction=1"]])
 def test_a_script_called_wrongly(argv, tmp_path):
-    """B01: no bare AssertionError, no traceback; nothing is begun."""
+    """no bare AssertionError, no traceback; nothing is begun."""
     script = os.path.join(REPO, "prepare.py")
     done = subprocess.run([sys.executable, script, *argv], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 2

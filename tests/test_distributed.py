@@ -148,7 +148,7 @@ def test_list_of_runs(folder):
 
 
 def test_a_slow_evaluation_is_no_timeout(monkeypatch):
-    """The group's clock must outlast one process's slow disk or evaluation; the default would be minutes (B49)."""
+    """The group's clock must outlast one process's slow disk or evaluation; the default would be minutes."""
     given = {}
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda backend, timeout: given.update(b=backend, t=timeout))
     for key in ("RANK", "LOCAL_RANK"):

@@ -22,7 +22,7 @@ from model import GPT, GPTConfig
 torch.set_num_threads(1)
 
 SYSTEMS = {"vanilla": {}, "resformer": dict(value_residual=True), "svformer": dict(shared_value=True)}
-LAMBDAS = {"vanilla": (0.0, 1.0), "resformer": (0.5, 0.5), "svformer": (1.0, 0.0)}  # the general form of section 1.3
+LAMBDAS = {"vanilla": (0.0, 1.0), "resformer": (0.5, 0.5), "svformer": (1.0, 0.0)}  # V'_n = λ1 V_1 + λ2 V_n
 GROUPS = {"mha": 0, "gqa": 2}  # n_kv_head of 4 heads
 SIZES = {  # Table 4: n_layer, n_head, n_embd, all parameters, non-embedding parameters
     "2M": (4, 2, 16, 1_623_856, 14_992),
@@ -140,7 +140,7 @@ def test_parameter_counts_of_the_papers_sizes(name):
     assert sum(p.numel() for p in vanilla.parameters()) == total
     assert vanilla.num_params() == total and vanilla.num_params(non_embedding=True) == rest
     assert res.num_params() == total  # identity ResFormer adds nothing
-    assert sv.num_params() == total - (L - 1) * d * d  # section 1.4
+    assert sv.num_params() == total - (L - 1) * d * d  # W^V of layers 2..L
     assert sv.num_params(non_embedding=True) == rest - (L - 1) * d * d
 
 
@@ -180,7 +180,7 @@ def test_initial_loss_82m():
     assert loss == pytest.approx(10.928, abs=0.05)  # ln 50277 + 512 * 0.02^2 / 2
 
 
-# ---- KV cache (section 1.7)
+# ---- KV cache
 
 
 def allocated(cache):
@@ -320,7 +320,7 @@ def test_svformer_is_weights_1_0_on_the_same_seed(groups, seed):
 
 @groups
 def test_layer_3_uses_v1_and_not_v2(groups):
-    """B63: the source is the first layer's value, not the previous layer's, nor the previous layer's mix."""
+    """the source is the first layer's value, not the previous layer's, nor the previous layer's mix."""
     m, x = toy("resformer", groups, n_layer=4), ids(1, 10)
     w = weights_of(m)
     got = m(x)[0].double()
@@ -330,7 +330,7 @@ def test_layer_3_uses_v1_and_not_v2(groups):
 
 @groups
 def test_probe_shows_the_raw_and_the_mixed_values(groups):
-    """B63 seen from inside: V'_3 = (V_1 + V_3) / 2 also when layer 2's W^V is zero, and then V'_2 = V_1 / 2."""
+    """V'_3 = (V_1 + V_3) / 2 also when layer 2's W^V is zero, and then V'_2 = V_1 / 2."""
     m, x, seen = toy("resformer", groups), ids(2, 10), {}
     kv = (GROUPS[groups] or 4) * 8
     with torch.no_grad():
@@ -372,7 +372,7 @@ def test_eq3_with_duplicated_keys_is_identity_resformer(groups):
 @groups
 @pytest.mark.parametrize("system", ["resformer", "svformer"])
 def test_v1_is_not_detached(system, groups):
-    """dL/dW_1^V is autograd's of the equations, and differs from that of a version whose V_1 is detached (section 1.1)."""
+    """dL/dW_1^V is autograd's of the equations, and differs from that of a version whose V_1 is detached."""
     m, x = toy(system, groups), ids(2, 12)
     name, kv, want = "transformer.h.0.attn.c_attn.weight", (GROUPS[groups] or 4) * 8, {}
     for detach in (False, True):
@@ -411,7 +411,7 @@ def test_rows_of_a_batch_do_not_touch(system, groups):
 @system
 @groups
 def test_every_parameter_gets_a_gradient(system, groups):
-    """B51, B61: no parameter exists without being used, each of q, k and v included."""
+    """no parameter exists without being used, each of q, k and v included."""
     m, x = toy(system, groups, block_size=V), torch.arange(V)[None]
     _, found = grads(m.train(), x, x.roll(-1, 1))
     for name, p in m.named_parameters():
@@ -432,7 +432,7 @@ def test_svformer_projects_values_in_layer_1_only(groups):
 
 
 def test_learnable_weights_get_gradients_and_start_as_identity():
-    """B61, B62: two scalars per layer from 2 on, none for layer 1, ½ and ½ at the start."""
+    """two scalars per layer from 2 on, none for layer 1, ½ and ½ at the start."""
     m, x = toy("resformer", value_mix="learnable"), ids(2, 12)
     plain = toy("resformer")
     mix = {n: p for n, p in m.named_parameters() if n not in plain.state_dict()}
@@ -558,7 +558,7 @@ def watched(model, *args, **kwargs):
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("length", [1, 5, BLOCK - 1, BLOCK, BLOCK + 5])
 def test_cached_decoding_is_the_full_forward_pass(system, groups, batch, length):
-    """B59: every step's logits and tokens, through two changes of the context."""
+    """every step's logits and tokens, through two changes of the context."""
     m, x, new = toy(system, groups), ids(batch, length, seed=length), BLOCK + 10
     cached, logits = watched(m, x, new, temperature=0)
     plain, plain_logits = watched(m, x, new, temperature=0, use_cache=False)
@@ -618,7 +618,7 @@ PROMPTS = [ids(n, seed=n).tolist() for n in (3, 8, 1, 5)]
 @groups
 @pytest.mark.parametrize("fill", [0, 7])
 def test_left_padded_prompts_equal_each_alone(system, groups, fill):
-    """B59, positions: padding neither shifts RoPE nor is attended to, whatever stands there."""
+    """padding neither shifts RoPE nor is attended to, whatever stands there."""
     m = toy(system, groups)
     x, lengths = padded(PROMPTS, fill)
     out, logits = watched(m, x, BLOCK - 8, temperature=0, lengths=lengths)
@@ -790,7 +790,7 @@ def test_rows_of_a_batch_are_sampled_apart():
 
 @system
 def test_two_calls_do_not_interfere(system):
-    """B59: no cache survives a call; two streams of one model at a time are independent too."""
+    """no cache survives a call; two streams of one model at a time are independent too."""
     m, a, b = toy(system), ids(1, 5, seed=1), ids(3, 9, seed=2)
     alone_a, alone_b = m.generate(a, 12, temperature=0), m.generate(b, 12, temperature=0)
     assert torch.equal(m.generate(a, 12, temperature=0), alone_a)
@@ -813,7 +813,7 @@ def test_generate_leaves_its_input_and_makes_nothing_of_zero_tokens():
 
 @system
 def test_cache_is_bfloat16_under_autocast(system, monkeypatch):
-    """B59: the cache has the dtype that attention computes in, not the weights'."""
+    """the cache has the dtype that attention computes in, not the weights'."""
     m, x, made = toy(system), ids(2, 5), []
     make = m.kv_cache
     monkeypatch.setattr(m, "kv_cache", lambda *a, **k: made.append(make(*a, **k)) or made[-1])
@@ -1006,7 +1006,7 @@ def test_options_that_make_sense_are_accepted(system, groups):
 @system
 @pytest.mark.filterwarnings("ignore")
 def test_compiles_to_one_graph(system):
-    """B57: no graph breaks; the loss and gradients stay the same."""
+    """no graph breaks; the loss and gradients stay the same."""
     torch._dynamo.reset()
     m, x = toy(system, "gqa").train(), ids(2, 13)
     loss, want = grads(m, x[:, :-1], x[:, 1:])

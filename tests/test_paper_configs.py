@@ -54,7 +54,7 @@ def docstring(name):
 def flops(config):
     """Of a whole run, with the vocabulary of gpt2."""
     with torch.device("meta"):
-        model = GPT(train.model_config(config, 50304))
+        model = GPT(train.checked_model_config(config, 50304))
     return model.flops_per_token() * config.tokens_per_iter * config.max_iters
 
 
@@ -172,7 +172,7 @@ def test_sizes_are_those_of_their_own_files():
 
 @pytest.mark.parametrize("name", ["table3", "fig14", "fig13"])
 def test_lengths_have_the_papers_batches(name):
-    """PAPER 2.3, ICLR Table 3: windows per iteration, and per GPU and micro-step."""
+    """Table 3: windows per iteration, and per GPU and micro-step."""
     table = {512: (4096, 128), 2048: (1024, 32), 8192: (256, 8), 32000: (64, 2), 64000: (32, 1)}
     lengths = set()
     for run, c in planned(name).items():
@@ -183,9 +183,9 @@ def test_lengths_have_the_papers_batches(name):
 
 
 def test_kv_cache_fractions():
-    """PAPER 1.7, 8 layers."""
+    """At 8 layers."""
     def kv_bytes(config):
-        return KVCache(train.model_config(config, 320), 1, 1, "meta", torch.bfloat16).nbytes
+        return KVCache(train.checked_model_config(config, 320), 1, 1, "meta", torch.bfloat16).nbytes
 
     runs = planned("fig13")
     expected = {"vanilla": 1, "svformer": 0.5625, "gqa2": 0.5, "cla2": 0.5, "gqa8": 0.125, "cla2_gqa4": 0.125,
@@ -200,14 +200,14 @@ def test_kv_cache_fractions():
 
 def weights(config):
     """{layer: {source: λ}} at the start"""
-    mix = ValueMix(train.model_config(config, 64))
+    mix = ValueMix(train.checked_model_config(config, 64))
     with torch.no_grad():
         mix.init_weights()
         return {n: {i: float(w) for i, w in row.items()} for n, row in mix().items()}
 
 
 def test_weights_are_the_papers():
-    """PAPER 1.2 and 1.3: which layers mix what, and how much of it."""
+    """Which layers mix what, and how much of it."""
     runs = planned("fig8")
     for value in (0.2, 0.5, 0.8, 1, 2, 5):
         assert weights(runs[f"lambda_{value}"]) == {n: {1: value, n: 1} for n in range(2, 9)}

@@ -292,7 +292,7 @@ def test_gpt2_as_a_ranks_file_gives_the_same_ids(tmp_path, gpt2):
 
 
 def test_end_of_text_in_a_document_is_ordinary_text(tmp_path, ranks):
-    """B13: a document can't inject a separator, and does not stop the run."""
+    """a document can't inject a separator, and does not stop the run."""
     docs = [("see <|endoftext|> here", "C4"), ("<|endoftext|>", "C4"), ("<|endoftext|>" * 9, "C4"), ("without", "C4")]
     for tokenizer, tokens in (("bytes", TOKENS[:256]), (ranks, TOKENS)):
         prep(shard(tmp_path / "a.jsonl", docs), tmp_path / "out", tokenizer=tokenizer)
@@ -370,7 +370,7 @@ def test_a_larger_fraction_keeps_what_was_held_out(tmp_path):
 @pytest.mark.parametrize("n", [2, 3, 20])
 @pytest.mark.parametrize("order", [1, -1])
 def test_few_documents_still_give_validation_text(tmp_path, n, order):
-    """B22: a split with one document. No hash is below 0.00001; no document may get lost or be doubled."""
+    """a split with one document. No hash is below 0.00001; no document may get lost or be doubled."""
     docs = some_docs(n)[::order]
     prep(shard(tmp_path / "a.jsonl", docs), tmp_path / "out", val_fraction=1e-5)
     check_bins(tmp_path / "out", docs)
@@ -573,7 +573,7 @@ def test_wrong_mix(tmp_path, mix, max_tokens, words):
 
 
 def test_ids_beyond_65535_survive(tmp_path):
-    """B24: a vocabulary of 70,000 makes uint32 bins; nothing wraps around."""
+    """a vocabulary of 70,000 makes uint32 bins; nothing wraps around."""
     words = [f" w{i}" .translate(str.maketrans("0123456789", "abcdefghij")).encode() for i in range(70_000 - 256)]
     tokens = TOKENS[:256] + words
     path = ranks_file(tmp_path / "large.tiktoken", tokens)
@@ -661,7 +661,7 @@ def test_unknown_tokenizer(tmp_path, name):
 
 
 def test_no_network_and_no_cache(tmp_path, offline, monkeypatch):
-    """B14: one line that names the cache's variable, before any work; the bytes tokenizer needs neither."""
+    """one line that names the cache's variable, before any work; the bytes tokenizer needs neither."""
     (tmp_path / "cache").mkdir()
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
     path = shard(tmp_path / "a.jsonl", some_docs())
@@ -675,7 +675,7 @@ def test_no_network_and_no_cache(tmp_path, offline, monkeypatch):
 @pytest.mark.parametrize("package, options", [("tiktoken", dict(tokenizer="gpt2")), ("zstandard", {}),
                                               ("tokenizers", dict(tokenizer="tokenizer.json"))])
 def test_a_missing_package_is_named(tmp_path, monkeypatch, package, options):
-    """B16: what to install, instead of a traceback; what does not need it works."""
+    """what to install, instead of a traceback; what does not need it works."""
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(UserError, match=f"pip install {package}"):
         prep(shard(tmp_path / "a.jsonl.zst", some_docs()), tmp_path / "out", **options)
@@ -690,7 +690,7 @@ LONG = {"carets": "^" * 1_000_000, "letters": "a" * 200_000, "digits": "7" * 1_0
 
 @pytest.mark.parametrize("name", LONG)
 def test_a_long_run_of_characters_is_fast_and_does_not_kill_the_job(tmp_path, ranks, name):
-    """B12, with the test's ranks: under ten seconds; either exact or reported, and the other documents are there."""
+    """with the test's ranks: under ten seconds; either exact or reported, and the other documents are there."""
     docs = [*some_docs(6), (LONG[name], "C4"), ("last", "C4")]
     began = time.time()
     prep(shard(tmp_path / "a.jsonl", docs), tmp_path / "out", tokenizer=ranks)
@@ -700,7 +700,7 @@ def test_a_long_run_of_characters_is_fast_and_does_not_kill_the_job(tmp_path, ra
 
 @pytest.mark.parametrize("name", LONG)
 def test_a_long_run_of_characters_with_gpt2(tmp_path, gpt2, name):
-    """B12."""
+    """A million equal characters, or none that break a word, are tokenized in seconds."""
     docs = [*some_docs(6), (LONG[name], "C4"), ("last", "C4")]
     began = time.time()
     prep(shard(tmp_path / "a.jsonl", docs), tmp_path / "out", tokenizer="gpt2")
@@ -717,7 +717,7 @@ def test_a_long_run_of_characters_with_gpt2(tmp_path, gpt2, name):
 
 
 def test_bad_documents_are_counted_and_the_run_goes_on(tmp_path, capsys):
-    """B22 and its like. Each line is one of several, so that a count per kind can be told from another's."""
+    """Each line is one of several, so that a count per kind can be told from another's."""
     docs = some_docs(40)
     not_json = [b"not json\n"] * 2 + [b'{"text": "cut\n'] + [b"[" * 100_000 + b"\n"]
     no_text = [b'{"no": "text"}\n'] * 4 + [b'{"text": 5}\n'] * 3 + [b'{"text": ["a"]}\n'] + [b'["list"]\n'] * 2 \
@@ -763,7 +763,7 @@ def test_a_txt_that_is_not_utf8(tmp_path):
 
 
 def test_a_txt_of_white_space_is_no_document(tmp_path):
-    """B22: white space only is skipped and counted, in a text file as in a record."""
+    """white space only is skipped and counted, in a text file as in a record."""
     for i in range(8):
         (tmp_path / f"{i}.txt").write_bytes(f"file {i}".encode())
     (tmp_path / "white.txt").write_bytes(b" \n\n\t\n")
@@ -967,7 +967,7 @@ def test_parquet(tmp_path, meta):
 
 
 def test_local_files_need_no_datasets_and_a_hub_set_says_so(tmp_path, monkeypatch):
-    """B11: the package datasets is for hub names alone; without it the message tells what to install."""
+    """the package datasets is for hub names alone; without it the message tells what to install."""
     monkeypatch.setitem(sys.modules, "datasets", None)
     monkeypatch.chdir(tmp_path)
     docs = some_docs()
@@ -1030,7 +1030,7 @@ def test_a_full_disk(tmp_path, num_proc):
 
 @pytest.mark.parametrize("fail_at", range(5))
 def test_a_crash_while_the_files_are_renamed(tmp_path, monkeypatch, fail_at):
-    """B42: whichever rename it stops at, Data opens the old set or the new set, or refuses; it never takes a mixture."""
+    """whichever rename it stops at, Data opens the old set or the new set, or refuses; it never takes a mixture."""
     old_docs, new_docs = some_docs(40, ("C4", "Book")), some_docs(55, ("C4", "Book"), seed=1)
     prep(shard(tmp_path / "a.jsonl", old_docs), tmp_path / "out")
     path = shard(tmp_path / "b.jsonl", new_docs)
@@ -1125,7 +1125,7 @@ def in_the_middle(source, out_dir, ranks):
 
 @linux
 def test_a_killed_worker_ends_the_run(tmp_path, slow_source, ranks):
-    """B19: an error and no hang; the old bins stay, nothing is left."""
+    """an error and no hang; the old bins stay, nothing is left."""
     out = tmp_path / "out"
     prep(shard(tmp_path / "old.jsonl", some_docs()), out)
     old = snapshot(out)
@@ -1141,7 +1141,7 @@ def test_a_killed_worker_ends_the_run(tmp_path, slow_source, ranks):
 
 @linux
 def test_a_killed_program_leaves_the_old_bins(tmp_path, slow_source, ranks):
-    """B42: kill -9 of the whole program. The old set opens, the lock is free, and the next run leaves no debris."""
+    """kill -9 of the whole program. The old set opens, the lock is free, and the next run leaves no debris."""
     out = tmp_path / "out"
     docs = some_docs(30, ("Old",))
     path = shard(tmp_path / "old.jsonl", docs)
@@ -1194,7 +1194,7 @@ def test_the_lock_is_free_after_a_failure(tmp_path):
 
 
 def test_spawned_processes_do_not_start_over(tmp_path, ranks):
-    """B10: nothing happens at import, so that spawn (Windows, macOS) works, also through runpy."""
+    """nothing happens at import, so that spawn (Windows, macOS) works, also through runpy."""
     docs = some_docs()
     path = shard(tmp_path / "a.jsonl", docs)
     script = "import multiprocessing as m; m.set_start_method('spawn'); import runpy; " \
@@ -1207,7 +1207,7 @@ def test_spawned_processes_do_not_start_over(tmp_path, ranks):
 
 
 def test_import_does_no_work(tmp_path):
-    """B10; and what train.py and its reader need is no tokenizer, no zstandard and no torch."""
+    """What train.py and its reader need is no tokenizer, no zstandard and no torch."""
     script = f"import sys; sys.path.insert(0, {REPO!r}); import prepare, multiprocessing; " \
              "assert not multiprocessing.active_children(); print([m for m in ('torch', 'tiktoken', 'zstandard', 'datasets') " \
              "if m in sys.modules])"
@@ -1219,7 +1219,7 @@ def test_import_does_no_work(tmp_path):
 @pytest.mark.parametrize("kind, mega, limit", [(".jsonl.zst", 60, 200), (".txt", 150, 150), ("same.jsonl.zst", 200, 280)])
 def test_memory_is_bounded(tmp_path, kind, mega, limit):
     """
-    B17: with two processes the largest one's memory does not grow with the megabytes of text. A queue without bound takes
+    with two processes the largest one's memory does not grow with the megabytes of text. A queue without bound takes
     200 MB for the .txt and 380 for the last, whose 200 MB compress to next to nothing.
     """
     rng = random.Random(0)
@@ -1251,7 +1251,7 @@ def a_bin(path, ids, dtype="<u2"):
 
 @pytest.mark.parametrize("tokens, windows", [(0, 0), (1, 0), (8, 0), (9, 1), (16, 1), (17, 2), (24, 2), (25, 3), (100, 12)])
 def test_windows(tmp_path, tokens, windows):
-    """B28: T + 1 tokens are one window, T are none; the last token is the target of the last full window."""
+    """T + 1 tokens are one window, T are none; the last token is the target of the last full window."""
     b = a_bin(tmp_path / "x.bin", np.arange(tokens))
     assert b.windows(8) == windows and b.tokens == tokens
     if windows:
@@ -1280,7 +1280,7 @@ def test_read_no_windows(tmp_path):
 
 @linux
 def test_reading_does_not_keep_the_pages(tmp_path):
-    """B26: pages of a long-lived memmap count as the process's memory; here they go."""
+    """pages of a long-lived memmap count as the process's memory; here they go."""
     path = tmp_path / "large.bin"
     with open(path, "wb") as f:
         f.truncate(160 << 20)
@@ -1384,7 +1384,7 @@ def test_data_opens_a_nanogpt_folder_as_gpt2(tmp_path):
 
 @pytest.mark.parametrize("name", ["train.bin", "val.bin", "val_C4.bin"])
 def test_data_refuses_ids_beyond_the_vocabulary(folder, name):
-    """B24: another tokenizer's file of the same size is found before a GPU finds it."""
+    """another tokenizer's file of the same size is found before a GPU finds it."""
     ids = np.fromfile(folder / name, "<u2")
     ids[len(ids) // 2] = 257
     ids.tofile(folder / name)
@@ -1439,7 +1439,7 @@ def test_fingerprint(folder, tmp_path):
 
 
 def test_fingerprint_of_a_longer_bin(tmp_path):
-    """B30: the train.bin grew, all old tokens are where they were."""
+    """the train.bin grew, all old tokens are where they were."""
     ids = np.random.default_rng(0).integers(0, 50257, 3_000_000).astype("<u2")
     ids[:100].tofile(tmp_path / "val.bin")
     found = set()

@@ -135,7 +135,7 @@ def shown(ids):
 @pytest.mark.parametrize("system", SYSTEMS)
 @pytest.mark.parametrize("length", [1, 2, T - 1, T, T + 1, 40])
 def test_greedy_text_is_that_of_the_plain_forward_pass(out, text, system, length):
-    """B59: with the cache, for prompts below, at and beyond block_size, and far beyond it in new tokens."""
+    """with the cache, for prompts below, at and beyond block_size, and far beyond it in new tokens."""
     prompt = ("def f(x): return x + 1 # and so on and on " * 2)[:length]
     net = model.from_checkpoint(model.load_checkpoint(f"{out}/{system}/ckpt.pt"))
     got = text(f"--out_dir={out}/{system}", f"--start={prompt}", "--temperature=0", max_new_tokens=40)
@@ -180,7 +180,7 @@ def test_one_prompt_per_line(text, prompts, content, lines):
 @pytest.mark.parametrize("start,ids", [
     ("", [256]),  # empty: one end of text
     ("\n", [10]), (" ", [32]), ("abc", [97, 98, 99]), ("é", [0xC3, 0xA9]),
-    ("<|endoftext|>", [256]),  # B13: one id
+    ("<|endoftext|>", [256]),  # one id
     ("a<|endoftext|>b", [97, 256, 98]), ("<|endoftext|><|endoftext|>", [256, 256]), ("<|endoftext|>\n", [256, 10]),
     ("FILE", list(b"FILE")), ("FILES:x", list(b"FILES:x")), ("key=value", list(b"key=value")), ("--x", list(b"--x"))])
 def test_what_a_prompt_means(text, prompts, start, ids):
@@ -190,7 +190,7 @@ def test_what_a_prompt_means(text, prompts, start, ids):
 
 @pytest.mark.parametrize("content,ids", [("", [256]), ("\n", [10])])
 def test_nearly_empty_files(text, prompts, refused, content, ids):
-    """B59."""
+    """Nothing, or a line end alone."""
     Path("p.txt").write_text(content)
     text("--start=FILE:p.txt")
     assert prompts.rows == [ids]
@@ -213,7 +213,7 @@ def test_long_prompt_warns_and_works(text):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Sampling (B58)
+# Sampling
 
 
 def test_greedy_repeats_itself_and_top_k_1_equals_it(text):
@@ -336,7 +336,7 @@ def test_missing_checkpoint(refused):
 
 @pytest.mark.parametrize("keep", [0, 1, 100, 0.5, 0.99])
 def test_truncated_checkpoint(out, refused, keep):
-    """B42."""
+    """A cut file."""
     os.mkdir("cut")
     whole = (out / "vanilla" / "ckpt.pt").read_bytes()
     Path("cut/ckpt.pt").write_bytes(whole[:int(keep * len(whole)) if 0 < keep < 1 else keep])
@@ -356,7 +356,7 @@ def test_checkpoint_of_something_else(out, refused, change):
 
 
 def test_prefixed_names_are_accepted(out, text):
-    """B41."""
+    """Prefixes of torch.compile and DDP."""
     os.mkdir("prefixed")
     ckpt = torch.load(out / "resformer" / "ckpt.pt", weights_only=True)
     torch.save({**ckpt, "model": {f"_orig_mod.{k}": v for k, v in ckpt["model"].items()}}, "prefixed/ckpt.pt")
@@ -380,7 +380,7 @@ def python(*args, **env):
 
 
 def test_an_argument_of_another_form():
-    """B01: names the argument and the accepted form."""
+    """names the argument and the accepted form."""
     done = python("--out_dir", "out")
     err = done.stderr.decode()
     assert done.returncode == 2 and "--out_dir" in err and "--name=value" in err and len(err.strip().splitlines()) == 1

@@ -70,7 +70,7 @@ def test_killed_again_and_again_ends_as_if_undisturbed(tmp_path):
 
 
 def test_resident_memory_is_flat_over_a_large_bin(tmp_path):
-    """B26: 20,000 batches of a 2 GB bin; the pages that were read do not stay counted as this process's."""
+    """20,000 batches of a 2 GB bin; the pages that were read do not stay counted as this process's."""
     path = tmp_path / "train.bin"
     with open(path, "wb") as f:
         for i in range(16):

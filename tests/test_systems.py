@@ -24,12 +24,12 @@ GROUPS = {"mha": 0, "gqa": 2}  # n_kv_head of 4 heads
 
 
 def mix(f):
-    """A rule on values: layer 1 keeps its own (section 1.3), layer n >= 2 attends with f(n, {1: V_1, ..., n: V_n})."""
+    """A rule on values: layer 1 keeps its own, layer n >= 2 attends with f(n, {1: V_1, ..., n: V_n})."""
     return lambda w: dict(value=lambda n, v: f(w, n, v) if n > 1 else v[1])
 
 
 def half(name):
-    """½ (own + layer 1's) of queries, keys, inputs or attention maps, n >= 2 (section 1.6)."""
+    """½ (own + layer 1's) of queries, keys, inputs or attention maps, n >= 2."""
     return lambda w: {name: lambda n, t: 0.5 * (t[n] + t[1])}
 
 
@@ -323,7 +323,7 @@ def test_every_parameter_gets_a_gradient(system, groups, start):
 
 @system
 def test_v1_is_not_detached(system):
-    """Section 1.1: W_1^V learns from every layer. With layer 1's own W_o at zero it can only learn from the others."""
+    """W_1^V learns from every layer. With layer 1's own W_o at zero it can only learn from the others."""
     m, x = toy(system), ids(2, 11)
     with torch.no_grad():
         m.transformer.h[0].attn.c_proj.weight.zero_()
@@ -447,7 +447,7 @@ def test_trains_on_text(system):
         assert (p != before[name]).all(), name
 
 
-# ---- rows 4 to 8: where the weights come from
+# ---- where the weights come from
 
 
 @groups
@@ -592,7 +592,7 @@ def test_learnable_on_chosen_layers_learns_those_only():
     assert {n: sorted(row) for n, row in m.value_mix().items()} == {n: [1, n] for n in (6, 7, 8)}
 
 
-# ---- rows 9 and 10: sources
+# ---- sources
 
 
 @groups
@@ -654,7 +654,7 @@ def test_without_the_first_skip_h1_forgets_the_embedding(options):
     assert (h1(1, **options) - h1(3, **options)).abs().max() > 1
 
 
-# ---- rows 17 to 24: who shares what
+# ---- who shares what
 
 
 @groups
@@ -721,7 +721,7 @@ def test_parameters_of_sharing_at_the_papers_sizes(n_layer, options, fewer):
         assert GPT(GPTConfig(**shape)).num_params() - GPT(GPTConfig(**shape, **options)).num_params() == fewer(n_layer) * d * d
 
 
-# ---- section 1.7: KV cache
+# ---- KV cache
 
 SV = dict(shared_value=True)
 CACHE = {  # options, formula, the table's decimals at 8, 12 and 24 layers; g: query heads per key/value head
@@ -778,7 +778,7 @@ def test_cache_is_really_allocated(row):
 @system
 @groups
 def test_mixes_need_no_more_cache_than_vanilla(system, groups):
-    """Section 1.1, 5: mixed values are cached, so no system needs more; sharing needs a buffer per own projection."""
+    """Mixed values are cached, so no system needs more; sharing needs a buffer per own projection."""
     take = SYSTEMS[system][2]({}).get("take", {})
     buffers = sum(take.get(t, lambda n: n)(n) == n for t in "kv" for n in range(1, L + 1))
     m, made = toy(system, groups, block_size=8), []
@@ -788,7 +788,7 @@ def test_mixes_need_no_more_cache_than_vanilla(system, groups):
     assert max(map(allocated, made)) == buffers * 2 * 8 * (GROUPS[groups] or 4) * 8 * 4  # batch, tokens, heads, hd, bytes
 
 
-# ---- rows 11 to 16: baselines and ablations
+# ---- baselines and ablations
 
 
 @groups
@@ -941,7 +941,7 @@ VALUES = {"resformer", "constant", "learnable", "plus", "dense", "sparse"}
 
 
 def nonsense(a, b):
-    """Pairs that take away what the other needs, or that the paper compares alone (sections 1.2 and 1.4 to 1.6)."""
+    """Pairs that take away what the other needs, or that the paper compares alone."""
     both = {a, b}
     no_own_v, no_own_k = {"svformer", "anchors", "cla", "share_v"}, {"cla", "share_k", "shared_key"}
     return bool(

@@ -169,7 +169,7 @@ def mean_loss(net, ids):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The schedule (B09)
+# The schedule
 
 
 def schedule(n=None, **options):
@@ -180,7 +180,7 @@ def schedule(n=None, **options):
 @pytest.mark.parametrize("warmup,decay", [(0, 10), (1, 10), (5, 10), (9, 10), (10, 10), (10, 5), (20, 10), (120, 500)])
 def test_schedule_corners(warmup, decay):
     lr = schedule(2 * max(warmup, decay) + 2, warmup_iters=warmup, lr_decay_iters=decay)
-    assert all(0 < x <= 6e-4 for x in lr)  # B09: never 0, no division by zero
+    assert all(0 < x <= 6e-4 for x in lr)  # never 0, no division by zero
     assert lr[0] == (pytest.approx(1e-7) if warmup else 6e-4)
     assert lr.count(6e-4) == 1 and lr[warmup] == 6e-4
     assert all(a < b for a, b in zip(lr[:warmup], lr[1:warmup + 1]))
@@ -200,7 +200,7 @@ def test_schedule_constant():
 
 
 def test_schedule_closed_form_of_the_paper():
-    """PAPER 2.2: from 1e-7 to 6e-4 at iteration 120, cosine to 6e-5 at iteration 10,000."""
+    """The paper's schedule: from 1e-7 to 6e-4 at iteration 120, cosine to 6e-5 at iteration 10,000."""
     lr = schedule(10001, warmup_iters=120, max_iters=10000)
     for t in (0, 1, 60, 119, 120, 121, 1000, 5060, 9999, 10000):
         want = 1e-7 + (6e-4 - 1e-7) * t / 120 if t < 120 else \
@@ -297,7 +297,7 @@ def test_batch_is_a_pure_function_of_seed_and_iteration():
 
 @pytest.mark.parametrize("processes,steps", [(1, 1), (1, 2), (1, 4), (1, 8), (2, 1), (2, 2), (2, 4), (4, 1), (4, 2), (8, 1)])
 def test_loader_gives_one_global_batch_for_any_split(data, processes, steps):
-    """B44, B06: eight windows per iteration, whoever reads them; their content is the bin's."""
+    """eight windows per iteration, whoever reads them; their content is the bin's."""
     train_bin, config = prepare.Data(data).train, train.Config(block_size=T, seed=3)
     every, micro = windows_of(data, "train"), 8 // processes // steps
     assert len(every) == train_bin.windows(T)
@@ -313,7 +313,7 @@ def test_loader_gives_one_global_batch_for_any_split(data, processes, steps):
 
 
 def test_one_window_more_than_nothing(data):
-    """B28: block_size + 1 tokens are one window, and the last token is a target."""
+    """block_size + 1 tokens are one window, and the last token is a target."""
     b = prepare.Data(data).train
     b.tokens = T + 1
     assert b.windows(T) == 1
@@ -323,7 +323,7 @@ def test_one_window_more_than_nothing(data):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The batch (B06, B07)
+# The batch
 
 
 def split(processes=1, **options):
@@ -339,7 +339,7 @@ def test_accumulation_is_derived(processes, batch_size, windows, want):
 
 
 def test_message_lists_the_numbers_of_processes_that_divide():
-    with pytest.raises(UserError, match=r"\b3 processes.*\b1, 2, 4\b"):  # B07
+    with pytest.raises(UserError, match=r"\b3 processes.*\b1, 2, 4\b"):
         split(3, batch_size=2, tokens_per_iter=4 * 16)
 
 
@@ -356,7 +356,7 @@ def test_tokens_that_are_no_whole_windows(tokens, nearest):
 
 
 def test_batch_is_printed(data, capsys):
-    """B06, B35: tokens per iteration and the micro-steps they make are told."""
+    """tokens per iteration and the micro-steps they make are told."""
     assert go(f"--data={data}", "--tokens_per_iter=128", "--max_iters=1") == 0
     line = next(x for x in capsys.readouterr().out.splitlines() if "micro-steps" in x)
     assert "128 tokens" in line and "4 micro-steps" in line and "2 windows" in line
@@ -373,7 +373,7 @@ def test_nonsense_is_refused_in_one_line_and_nothing_is_written(data, capsys, wr
 
 
 def test_accumulation_changes_nothing(data):
-    """B33, B34: 8 windows at once and as 4 micro-steps of 2: the same losses and gradient norms."""
+    """8 windows at once and as 4 micro-steps of 2: the same losses and gradient norms."""
     args = [f"--data={data}", "--tokens_per_iter=128", "--max_iters=6", *MOVES]
     assert go(*args, "--batch_size=8", "--out_dir=whole") == go(*args, "--batch_size=2", "--out_dir=parts") == 0
     assert losses("parts") == pytest.approx(losses("whole"), abs=1e-5)
@@ -426,7 +426,7 @@ def test_promised_option_exists(name):
 
 @pytest.mark.parametrize("batch_size", [4, 1])
 def test_logged_loss_is_the_batch_mean(data, batch_size):
-    """B34: the mean over all micro-steps. With learning rate 0 the checkpoint still holds the initial weights."""
+    """the mean over all micro-steps. With learning rate 0 the checkpoint still holds the initial weights."""
     assert go(f"--data={data}", "--out_dir=o", "--learning_rate=0", "--min_lr=0", "--tokens_per_iter=64",
               f"--batch_size={batch_size}") == 0
     net = model.from_checkpoint(model.load_checkpoint("o/ckpt.pt"))
@@ -450,7 +450,7 @@ def test_evaluation_is_the_mean_over_all_windows(data, batch_size):
 
 
 def test_evaluation_windows_are_fixed(data, monkeypatch):
-    """B39: eval_iters x batch_size windows in all per bin, the same at every evaluation, from all over the bin."""
+    """eval_iters x batch_size windows in all per bin, the same at every evaluation, from all over the bin."""
     true, reads = prepare.Bin.read, {}
 
     def spy(self, windows, block_size):
@@ -472,7 +472,7 @@ def test_evaluation_windows_are_fixed(data, monkeypatch):
 
 
 def test_evaluation_does_not_touch_training(data):
-    """B39: with dropout, so that a random number drawn by an evaluation would show."""
+    """with dropout, so that a random number drawn by an evaluation would show."""
     for interval in (1, 1000):
         assert go(f"--data={data}", f"--out_dir=o{interval}", f"--eval_interval={interval}", "--dropout=0.2", *MOVES) == 0
     assert losses("o1") == losses("o1000")
@@ -488,7 +488,7 @@ def test_log_interval_changes_only_the_console(data):
 
 
 def test_one_shape_for_training_and_evaluation(data, monkeypatch):
-    """B57: another shape would compile again. 6 windows of a bin in batches of 4 leave a partial one."""
+    """another shape would compile again. 6 windows of a bin in batches of 4 leave a partial one."""
     true, shapes = model.GPT.forward, set()
 
     def spy(self, idx, targets=None):
@@ -500,7 +500,7 @@ def test_one_shape_for_training_and_evaluation(data, monkeypatch):
 
 
 def test_checkpoint_is_plain(data):
-    """Loads with weights_only=True, has the documented keys, and the raw module's names (B41)."""
+    """Loads with weights_only=True, has the documented keys, and the raw module's names."""
     assert go(f"--data={data}", "--out_dir=o") == 0
     ckpt = checkpoint("o")
     assert {"model", "optimizer", "scaler", "iter", "model_config", "config", "data", "val_loss"} <= set(ckpt)
@@ -552,8 +552,8 @@ def test_a_board_gets_the_log(data, monkeypatch):
 def test_learned_weights_are_logged(data):
     assert go(f"--data={data}", "--out_dir=o", "--value_residual=True", "--value_mix=learnable", *MOVES) == 0
     rows = [x["value_mix"] for x in log("o")[1]]
-    assert rows[0] == {"2": {"1": 0.5, "2": 0.5}}  # B62: the start
-    assert rows[-1]["2"]["1"] != 0.5 and rows[-1]["2"]["2"] != 0.5  # B61: they move
+    assert rows[0] == {"2": {"1": 0.5, "2": 0.5}}  # the start
+    assert rows[-1]["2"]["1"] != 0.5 and rows[-1]["2"]["2"] != 0.5  # they move
 
 
 def test_bfloat16_and_checkpointing_run(data):
@@ -565,7 +565,7 @@ def test_bfloat16_and_checkpointing_run(data):
 
 
 def test_one_process_needs_no_torch_distributed(data, monkeypatch):
-    """B55."""
+    """No torch.distributed is needed."""
     def boom(*args, **kwargs):
         raise AssertionError("torch.distributed was used")
     monkeypatch.setattr(torch.distributed, "is_available", lambda: False)
@@ -584,7 +584,7 @@ def test_training_equals_a_plain_loop(data, options):
     args = [f"--data={data}", "--out_dir=o", "--tokens_per_iter=64", "--max_iters=6", *MOVES, *options]
     assert go(*args) == 0
     config = configure(train.Config, [*TINY, *args])
-    net = model.GPT(train.model_config(config, 320), config.seed)
+    net = model.GPT(train.checked_model_config(config, 320), config.seed)
     named = dict(net.named_parameters())
     optimizer = torch.optim.AdamW([
         {"params": [p for n, p in named.items() if p.dim() >= 2], "weight_decay": config.weight_decay, "scale": 1.0},
@@ -614,7 +614,7 @@ def test_training_equals_a_plain_loop(data, options):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Resume (B42, B44, B46)
+# Resume
 
 KINDS = [[], ["--dropout=0.2"], ["--value_residual=True", "--value_mix=learnable"],
          ["--tokens_per_iter=64", "--dropout=0.1", "--shared_value=True"]]
@@ -623,7 +623,7 @@ KINDS = [[], ["--dropout=0.2"], ["--value_residual=True", "--value_mix=learnable
 @pytest.mark.parametrize("kind", KINDS, ids=" ".join)
 @pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_then_the_same_command(data, monkeypatch, kind, sign):
-    """B44: stopped in the third of six iterations; the rest is as if nothing had happened, bit for bit."""
+    """stopped in the third of six iterations; the rest is as if nothing had happened, bit for bit."""
     args = [f"--data={data}", "--max_iters=6", *MOVES, *kind]
     assert go(*args, "--out_dir=straight") == 0
     with monkeypatch.context() as m:
@@ -715,7 +715,7 @@ def damage(kind, whole):
 @pytest.mark.parametrize("kind", ["empty", "one byte", "cut at 100", "half", "cut by 1", "garbage", "list", "foreign",
                                   "tensor"])
 def test_damaged_checkpoint(data, capsys, kind):
-    """B42: one line that names the file, which stays as it was; only init_from=scratch replaces it."""
+    """one line that names the file, which stays as it was; only init_from=scratch replaces it."""
     args = [f"--data={data}", "--out_dir=o", "--max_iters=2"]
     assert go(*args) == 0
     Path("o/ckpt.pt").write_bytes(damage(kind, Path("o/ckpt.pt").read_bytes()))
@@ -743,7 +743,7 @@ def test_scratch_starts_over(data):
     ("--value_residual=True", ["value_residual"]), ("--shared_value=True", ["shared_value"]),
     ("--n_layer=3 --n_head=4", ["n_layer", "n_head"]), ("--vocab_size=512", ["vocab_size"])])
 def test_resume_of_another_model_is_refused(data, capsys, monkeypatch, change, names):
-    """B46."""
+    """What may not change."""
     interrupted(data, monkeypatch)
     before = snapshot("o")
     err = refused(capsys, f"--data={data}", "--out_dir=o", "--max_iters=6", *MOVES, *change.split())
@@ -752,7 +752,7 @@ def test_resume_of_another_model_is_refused(data, capsys, monkeypatch, change, n
 
 
 def test_resume_with_other_data_is_refused(data, capsys, monkeypatch):
-    """B30: a longer bin in the same place."""
+    """a longer bin in the same place."""
     shutil.copytree(data, "bins")
     interrupted("bins", monkeypatch)
     before = snapshot("o")
@@ -771,7 +771,7 @@ def test_resume_with_the_same_data_elsewhere_is_allowed(data, monkeypatch):
 @pytest.mark.parametrize("change", ["--learning_rate=0.02", "--eval_iters=2", "--weight_decay=0.01", "--beta2=0.99",
                                     "--grad_clip=0.5", "--eval_interval=3", "--batch_size=1 --tokens_per_iter=32"])
 def test_resume_with_other_training_options_is_allowed_and_printed(data, capsys, monkeypatch, change):
-    """B46: of the options of this command, which count."""
+    """of the options of this command, which count."""
     interrupted(data, monkeypatch)
     capsys.readouterr()
     assert go(f"--data={data}", "--out_dir=o", "--max_iters=6", *MOVES, *change.split()) == 0
@@ -789,7 +789,7 @@ def test_resume_with_other_training_options_is_allowed_and_printed(data, capsys,
 
 
 def test_prefixed_names_are_accepted(data, monkeypatch):
-    """B41: what torch.compile and DDP leave in names."""
+    """what torch.compile and DDP leave in names."""
     assert go(f"--data={data}", "--max_iters=6", "--out_dir=straight", *MOVES) == 0
     interrupted(data, monkeypatch)
     ckpt = checkpoint("o")
@@ -879,7 +879,7 @@ print("\\n" + json.dumps({"killed": killed, "stopped": wait(pid)}))
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_kill_9_again_and_again(data):
-    """B42, B44: the run that was killed many times equals the undisturbed one; a SIGTERM from outside saves and leaves."""
+    """the run that was killed many times equals the undisturbed one; a SIGTERM from outside saves and leaves."""
     Path("killer.py").write_text(KILLER)
     args = [*TINY, f"--data={data}", *MOVES, "--dropout=0.1", "--eval_interval=1", "--max_iters=20"]
     done = subprocess.run([sys.executable, "killer.py", *args], capture_output=True, text=True, timeout=80,
@@ -989,7 +989,7 @@ def test_a_diverging_run_leaves_a_readable_log(data, capsys):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Data that does not fit (B24, B30), nanoGPT's bins
+# Data that does not fit, nanoGPT's bins
 
 
 def cut(data, name, size):
@@ -999,7 +999,7 @@ def cut(data, name, size):
 
 
 def test_vocab_smaller_than_the_data(data, capsys):
-    err = refused(capsys, f"--data={data}", "--vocab_size=100", "--out_dir=o")  # B24
+    err = refused(capsys, f"--data={data}", "--vocab_size=100", "--out_dir=o")
     assert "--vocab_size=100" in err and "257" in err and not os.path.exists("o")
 
 
@@ -1026,7 +1026,7 @@ def test_bin_shorter_than_a_window(data, capsys, name):
     assert f"{name}.bin" in err and f"{T + 1}" in err and "block_size" in err and not os.path.exists("o")
     with open(f"bins/{name}.bin", "ab") as f:
         f.write(b"\1\0")
-    assert go("--data=bins", "--out_dir=o", "--max_iters=1") == 0  # B28: one token more is one window
+    assert go("--data=bins", "--out_dir=o", "--max_iters=1") == 0  # one token more is one window
 
 
 def test_damaged_meta(data, capsys):
@@ -1042,7 +1042,7 @@ def nano_bins(folder):
 
 
 def test_nanogpt_bins_train_unchanged(capsys, monkeypatch):
-    """As GPT-2 tokens, without a meta.json and without a tokenizer (B14)."""
+    """As GPT-2 tokens, without a meta.json and without a tokenizer."""
     monkeypatch.setitem(sys.modules, "tiktoken", None)
     nano_bins("data/owt")
     before = snapshot("data")
@@ -1059,7 +1059,7 @@ def test_nanogpt_folders_that_are_refused(capsys):
     nano_bins("chars")
     Path("chars/meta.pkl").write_bytes(b"x")
     assert "meta.pkl" in refused(capsys, "--data=chars", "--out_dir=o")
-    nano_bins("foreign")  # B24: ids of another tokenizer
+    nano_bins("foreign")  # ids of another tokenizer
     np.full(2000, 60000, "<u2").tofile("foreign/train.bin")
     err = refused(capsys, "--data=foreign", "--out_dir=o")
     assert "60000" in err and not os.path.exists("o")
@@ -1248,7 +1248,7 @@ def test_an_interrupted_list_continues(runs, monkeypatch):
 
 
 @pytest.mark.parametrize("text,told", [
-    ('{"vanilla": {}, "res": {"value_residul": True}}', "value_residual"),  # B02: the nearest match
+    ('{"vanilla": {}, "res": {"value_residul": True}}', "value_residual"),  # the nearest match
     ('{"vanilla": {}, "res": {"value_residual": "yes"}}', "value_residual"),
     ('{"vanilla": {}, "res": {"value_residual": True, "shared_value": True}}', "value_residual"),
     ('{"vanilla": {}, "res": {"batch_size": 3, "tokens_per_iter": 128}}', "batch_size"),
@@ -1382,7 +1382,7 @@ def test_training_goes_on_when_compiling_fails(data, capsys, monkeypatch, when):
     ("NVIDIA GeForce RTX 4090", 165e12), ("cpu", None), ("mps", None), ("Apple M2", None), ("NVIDIA GeForce RTX 2060", None),
     ("NVIDIA A10", None), ("NVIDIA H20", None), ("", None)])
 def test_peak_by_device_name(name, peak):
-    """B36: the dense bf16 peak of this very device; none for an unknown one."""
+    """the dense bf16 peak of this very device; none for an unknown one."""
     assert train.peak_flops(name) == peak
 
 
@@ -1390,7 +1390,7 @@ def test_peak_by_device_name(name, peak):
                                   "NVIDIA GeForce RTX 4090 D", "NVIDIA GeForce RTX 3090 Ti",
                                   "NVIDIA H100 80GB HBM3 MIG 1g.10gb"])
 def test_a_name_that_only_contains_a_known_one_has_no_peak(name):
-    """B36: other, slower or faster devices whose peak is not in the table."""
+    """other, slower or faster devices whose peak is not in the table."""
     assert train.peak_flops(name) is None
 
 
@@ -1424,7 +1424,7 @@ def failing(monkeypatch, how, times):
 
 @pytest.mark.parametrize("how", FULL)
 def test_one_write_error_does_not_end_a_run(data, monkeypatch, how):
-    """B42 (returnn#1829)."""
+    """A hiccup of the disk."""
     assert go(f"--data={data}", "--out_dir=straight") == 0
     failures = failing(monkeypatch, how, 1)
     assert go(f"--data={data}", "--out_dir=o") == 0
@@ -1468,7 +1468,7 @@ def test_config_file_loads(path):
 def test_sizes_of_the_paper(size, parameters):
     config = configure(train.Config, [f"config/{size}.py", "--vocab_size=50277"])
     with torch.device("meta"):
-        assert model.GPT(train.model_config(config, 50277)).num_params() == parameters
+        assert model.GPT(train.checked_model_config(config, 50277)).num_params() == parameters
     assert config.tokens_per_iter == 1024 * 2048 and config.max_iters == 10000 and config.block_size == 2048
     assert (config.learning_rate, config.min_lr, config.warmup_iters) == (6e-4, 6e-5, 120)
 
