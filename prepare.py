@@ -659,7 +659,7 @@ def prepare(config):
     if not config.val_source and (found := has_validation(config.source)):
         config = dataclasses.replace(config, val_source=found)
         print(f"validation text: {found}")
-    if os.path.isdir(os.path.join(config.source, "train")):  # the hub's layout
+    if not is_hub(config.source) and os.path.isdir(os.path.join(config.source, "train")):  # the hub's layout
         config = dataclasses.replace(config, source=os.path.join(config.source, "train"))
     for source in filter(None, (config.source, config.val_source)):
         if source != "builtin":

@@ -28,7 +28,7 @@ def test_killed_again_and_again_ends_as_if_undisturbed(tmp_path):
     text = tmp_path / "text.jsonl"
     text.write_text("".join(json.dumps({"text": f"line {i} and {i * i} " * 9}) + "\n" for i in range(400)))
     prepare.prepare(prepare.Config(source=str(text), out_dir=str(tmp_path / "data/tiny"), tokenizer="bytes", num_proc=1))
-    iters = 40 * KILLS  # more than fit between two kills, so that kills come at every stage
+    iters = 60 * KILLS  # enough that it is not finished before the last kill
 
     def start(name):
         return subprocess.Popen([sys.executable, os.path.join(REPO, "train.py"), *TINY, f"--max_iters={iters}",
