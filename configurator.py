@@ -110,8 +110,11 @@ def override(config, values, where, typed=False):
     return dataclasses.replace(config, **new)
 
 
-def read_file(path):
-    """The assignments of a config file, name -> value. Imports, functions and _names are the file's own business."""
+def read_file(path, known=()):
+    """
+    The assignments of a config file, name -> value. Imports, functions and _names are the file's own business, unless
+    they have the name of an option.
+    """
     found = next((p for p in (path, os.path.join(REPO, path)) if os.path.isfile(p)), None)
     if found is None:
         hint = f"; an option is written --{path}" if "=" in path else ""
@@ -128,7 +131,7 @@ def read_file(path):
     imported = {name.asname or name.name for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))
                 for name in node.names}
     return {k: v for k, v in space.items()
-            if not k.startswith("_") and not callable(v) and not isinstance(v, types.ModuleType) and k not in imported}
+            if k in known or not (k.startswith("_") or callable(v) or isinstance(v, types.ModuleType) or k in imported)}
 
 
 def configure(Config, argv):
@@ -144,7 +147,7 @@ def configure(Config, argv):
     config, options = Config(), {}
     for arg in argv:
         if not arg.startswith("-"):
-            config = override(config, read_file(arg), f"config file {arg}")
+            config = override(config, read_file(arg, typing.get_type_hints(Config)), f"config file {arg}")
             continue
         name, equals, value = arg.removeprefix("--").partition("=")
         if not (arg.startswith("--") and equals and name == name.strip()):

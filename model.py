@@ -141,7 +141,8 @@ class GPTConfig:
             (self.n_head % self.kv_heads, f"n_head={self.n_head} is no multiple of n_kv_head={self.n_kv_head}"),
             (self.head_dim % 2, f"n_embd / n_head = {self.head_dim} is odd, and RoPE rotates pairs"),
             (not 0 <= self.dropout < 1, f"dropout={self.dropout}: expected at least 0 and below 1"),
-            (self.n_kv_head < 0 or self.n_ffn < 0 or self.rope_theta <= 0, "n_kv_head, n_ffn, rope_theta are positive"),
+            (self.n_kv_head < 0 or self.n_ffn < 0 or self.rope_theta <= 0, f"n_kv_head={self.n_kv_head}, n_ffn={self.n_ffn}, "
+             f"rope_theta={self.rope_theta}: none may be negative, and rope_theta is above 0"),
             (self.value_residual and self.shared_value,
              "value_residual mixes V_1 into each layer's own values, and shared_value removes those: choose one"),
             (tunes and not self.value_residual,

@@ -56,8 +56,8 @@ class Config:
     out_dir: str = ""  # where the bins go; empty: data/ and the source's name
     tokenizer: str = "auto"  # a tiktoken name, bytes, a path to .tiktoken or tokenizer.json; auto: gpt2 (builtin: bytes)
     num_proc: int = 0  # processes that tokenize; 1: none beside this one; 0: one per core
-    val_fraction: float = 0.005  # share of the documents held out, chosen by a hash of each document
-    max_tokens: int = 0  # stop before the document that would exceed this many training tokens; 0: no limit
+    val_fraction: float = 0.005  # share of the documents (of a .txt: of its 64 KiB pieces) held out, chosen by their hash
+    max_tokens: int = 0  # stop before the document (.txt: piece) that would exceed this many training tokens; 0: no limit
     mix: str = ""  # shares of max_tokens by source, as CommonCrawl:50,C4:20 (the paper's: README); empty: all as it comes
     seed: int = 1337  # with mix: the order in which the shards are visited
     on_error: Literal["stop", "skip"] = "stop"  # what a damaged shard does: stop the run, or be reported and skipped
@@ -565,8 +565,8 @@ class Writer:
 class Bin:
     """A file of token ids, read as windows of block_size + 1 ids that overlap by one: the targets are shifted inputs."""
 
-    def __init__(self, path, dtype, tokens=None):
-        self.path, self.dtype, size = path, dtype, os.path.getsize(path)
+    def __init__(self, path, dtype, tokens=None, vocab_size=None):
+        self.path, self.dtype, self.vocab_size, size = path, dtype, vocab_size, os.path.getsize(path)
         if size % dtype.itemsize:
             raise UserError(f"{path}: {size} bytes are no whole number of {dtype} ids; is the file cut?")
         self.tokens = size // dtype.itemsize
@@ -578,12 +578,15 @@ class Bin:
         return max(0, (self.tokens - 1) // block_size)
 
     def read(self, windows, block_size):
-        """int64 ids (len(windows), block_size + 1)."""
+        """int64 ids (len(windows), block_size + 1). Raises UserError for an id beyond the vocabulary."""
         # A new memmap each time costs 50 µs; the pages of a long-lived one count as this process's memory.
         out = np.empty((len(windows), block_size + 1), np.int64)
         ids = np.memmap(self.path, self.dtype, mode="r", shape=(self.tokens,)) if len(windows) else None
         for row, w in zip(out, windows):
             row[:] = ids[w * block_size:(w + 1) * block_size + 1]
+        if self.vocab_size and out.size and out.max() >= self.vocab_size:  # on a GPU it would be an assertion without a name
+            raise UserError(f"{self.path}: holds the id {out.max()}, but the vocabulary has {self.vocab_size}; the file is "
+                            "damaged or foreign: run prepare.py again")
         return out
 
     def sample(self, pages=64, page=2048):
@@ -628,10 +631,11 @@ class Data:
             path = os.path.join(self.path, bin_name + ".bin")
             if not os.path.exists(path):
                 raise UserError(f"{path}: missing; make it with prepare.py --out_dir={self.path}")
-            bins[bin_name] = Bin(path, dtype, tokens)
+            bins[bin_name] = Bin(path, dtype, tokens, self.vocab_size)
         self.train = bins.pop("train")
         self.val = {bin_name.removeprefix("val_"): b for bin_name, b in bins.items()}
-        digest = hashlib.blake2b(f"{self.vocab_size} {self.train.tokens}".encode(), digest_size=16)
+        facts = [self.vocab_size, self.train.tokens, self.meta.get("bins"), self.meta.get("sources")]
+        digest = hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=16)
         for b in (self.train, *self.val.values()):
             ids = b.sample()
             if ids.size and int(ids.max()) >= self.vocab_size:
@@ -646,7 +650,9 @@ class Data:
 
 def prepare(config):
     """Tokenize config.source into bins and return meta.json's content. Raises UserError; then nothing is changed."""
-    at_least(config, 0, "num_proc", "max_tokens")
+    at_least(config, 0, "num_proc", "max_tokens", "seed")
+    if config.source == "builtin" and config.data_files:
+        raise UserError(f"--data_files={config.data_files}: the built-in corpus has no shards to pick; give a --source")
     at_least(config, 0, "val_fraction", below=1)
     name = config.tokenizer if config.tokenizer != "auto" else "bytes" if config.source == "builtin" else "gpt2"
     tokenizer = get_tokenizer(name)  # once and first: a missing file is one message here, not one in each worker
@@ -683,7 +689,9 @@ def prepare(config):
                     f"source {config.source}: {sum(c['documents'] for s in counts.values() for c in s.values())} documents, "
                     f"none left for {empty}.bin"
                     + (f"; {sum(bad.values())} were skipped: {summary(bad)}" if bad else "")
-                    + (f"; --max_tokens={config.max_tokens} is below the first one's length"
+                    + (f"; --mix={config.mix} names none of them, or --max_tokens is too small"
+                       if empty == "train" and config.mix else
+                       f"; --max_tokens={config.max_tokens} is below the first one's length"
                        if empty == "train" and config.max_tokens else
                        "; give more text, or --val_source=FILE" if not config.val_source else ""))
             meta.update(bins=bins, sources=counts, skipped=dict(collections.Counter(

@@ -2,7 +2,7 @@
 Text from a checkpoint.
 
     python sample.py --out_dir=out/quickstart/resformer --start="def " --max_new_tokens=200
-    python sample.py --out_dir=out/resformer --start=FILE:prompt.txt --num_samples=3 --temperature=0
+    python sample.py --out_dir=out/resformer --start=FILE:prompt.txt --num_samples=3 --temperature=0.7
     python sample.py --out_dir=out/resformer --start=LINES:prompts.txt          # one prompt per line, in one batch
 
 One sample is printed while it is made. <|endoftext|> in a prompt is the end-of-text token; an empty prompt is one of it.
@@ -12,6 +12,7 @@ import contextlib
 import itertools
 import sys
 import time
+import warnings
 from dataclasses import dataclass
 from typing import Literal
 
@@ -39,6 +40,7 @@ class Config:
 
 def read_prompts(start):
     """The prompts that --start names. Raises UserError for a file that can't be read."""
+    start = start.encode("utf-8", "surrogateescape").decode("utf-8", "replace")  # bytes that a terminal sent as no UTF-8
     kind, colon, path = start.partition(":")
     if not (colon and kind in ("FILE", "LINES")):
         return [start]
@@ -65,7 +67,9 @@ def encode_prompt(tokenizer, text):
 def main():
     config = configure(Config, sys.argv[1:])
     at_least(config, 1, "num_samples", "max_new_tokens")
-    at_least(config, 0, "temperature", "top_k", "seed")
+    at_least(config, 0, "temperature", "top_k")
+    at_least(config, 0, "seed", below=1 << 63)
+    warnings.formatwarning = lambda message, *args, **kwargs: f"note: {message}\n"
     if not 0 < config.top_p <= 1:
         raise UserError(f"--top_p={config.top_p}: expected more than 0 and at most 1")
     prompts = read_prompts(config.start)
@@ -79,6 +83,8 @@ def main():
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
+        if torch.device(name).type not in ("cuda", "mps", "cpu"):
+            raise RuntimeError("expected cuda, mps or cpu")
         model.to(name)
     except (RuntimeError, AssertionError) as e:
         raise UserError(f"--device={config.device}: not usable here ({str(e).splitlines()[0]}); try --device=cpu") from None
@@ -112,8 +118,8 @@ def main():
             for prompt, row in zip(itertools.chain.from_iterable([p] * config.num_samples for p in prompts), rows):
                 print(prompt + tokenizer.decode_bytes(row).decode(errors="replace") + "\n---------------")
     speed = len(ids) * (config.max_new_tokens - 1) / (time.perf_counter() - began)
-    print(f"[{speed:,.0f} tokens/s, KV cache {cache_bytes:,} bytes, {name}, {dtype}]",
-          file=sys.stderr)
+    rate = f"{speed:,.0f} tokens/s" if config.max_new_tokens > 1 else "one token"
+    print(f"[{rate}, KV cache {cache_bytes:,} bytes, {name}, {dtype}]", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -187,10 +187,12 @@ class World:
 
 
 def resolve(config, world):
-    """The config with every auto and 0 replaced by what it stands for on this machine. Raises UserError."""
+    """The config with device, dtype, compile, tokens_per_iter and lr_decay_iters replaced by what their auto and 0 stand for
+    on this machine. Raises UserError for values out of range."""
     at_least(config, 1, "batch_size", "max_iters", "eval_interval", "eval_iters", "log_interval", "max_bad_steps", "rel_window")
     at_least(config, 0, "learning_rate", "min_lr", "warmup_iters", "lr_decay_iters", "weight_decay", "grad_clip",
-             "tokens_per_iter", "value_lr_scale", "seed", "vocab_size", "sample_tokens")
+             "tokens_per_iter", "value_lr_scale", "vocab_size", "sample_tokens")
+    at_least(config, 0, "seed", below=1 << 63)
     at_least(config, 0, "beta1", "beta2", "dropout", below=1)
     if config.min_lr > config.learning_rate and config.decay_lr:
         raise UserError(f"--min_lr={config.min_lr}: expected at most learning_rate={config.learning_rate}")
@@ -199,6 +201,8 @@ def resolve(config, world):
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
         device = torch.device(name)
+        if device.type not in ("cuda", "mps", "cpu"):
+            raise RuntimeError("expected cuda, mps or cpu")
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as e:
         raise UserError(f"--device={config.device}: not usable here ({str(e).splitlines()[0]}); try --device=cpu") from None
@@ -207,6 +211,8 @@ def resolve(config, world):
     dtype = config.dtype
     if dtype == "auto":
         dtype = "float32" if device.type != "cuda" else "bfloat16" if torch.cuda.is_bf16_supported() else "float16"
+    if config.value_lr_scale != 1 and not config.value_residual:
+        raise UserError("--value_lr_scale needs value_residual=True with learned weights")
     for option, package in (("tensorboard_log", "tensorboard"), ("wandb_log", "wandb")):
         try:
             if getattr(config, option):
@@ -333,9 +339,11 @@ def show(x, form=".4f"):
 
 
 def relative(line, base):
-    """Adds rel_loss or rel_val_loss to a line, against the baseline's lines, where both have finite numbers."""
+    """Adds rel_loss or rel_val_loss to a line, against the baseline's line of that iteration, where both are finite and had
+    the same learning rate and tokens (one of them may have been resumed with another schedule)."""
+    there = base.get(line["iter"], {})
     for key in ("loss", "val_loss"):
-        other = base.get(line["iter"], {}).get(key)
+        other = there.get(key) if all(there.get(k) == line.get(k) for k in ("lr", "tokens")) else None
         if other is not None and line.get(key) is not None:
             line[f"rel_{key}"] = line[key] - other
     return line
@@ -440,7 +448,6 @@ class Run:
             if self.scaler and ckpt["scaler"]:
                 self.scaler.load_state_dict(ckpt["scaler"])
             self.iter, self.bad = ckpt["iter"], ckpt["bad_steps"]
-        self.streak = torch.tensor(float(self.bad), device=self.device)
         self.forward = self.model
         self.pending = []
 
@@ -484,8 +491,11 @@ class Run:
             print(text, flush=True)
 
     def save(self, signals):
-        """ckpt.pt, whole or not at all, after the log it belongs to is on disk."""
+        """ckpt.pt, whole or not at all, after the log it belongs to is on disk. Raises UserError for weights gone bad."""
         self.flush()
+        if not torch.stack([p.isfinite().all() for p in self.model.parameters()]).all():
+            raise UserError(f"iteration {self.iter}: weights are not finite any more; nothing was saved, so that a checkpoint "
+                            f"from before ({self.path}) stays. Lower --learning_rate, or look at the data")
         if self.world.rank:
             return
         signals.saving = True
@@ -511,6 +521,7 @@ class Run:
                 raise UserError(f"{self.folder}/log.jsonl: lacks training lines before iteration {self.iter}, where ckpt.pt "
                                 "continues; restore it, or --init_from=scratch to start over")
         self.base = read_log(config.baseline) if config.baseline else ({}, {})
+        self.first, self.tokens = self.iter, steps[self.iter - 1]["tokens"] if self.iter else 0
         done = evals.get(self.iter)
         self.val_loss = done["val_loss"] if done else None
         if self.world.rank:
@@ -528,21 +539,27 @@ class Run:
         return done
 
     def flush(self):
-        """Bring the losses kept on the device to log.jsonl, a line per iteration. Returns the number of bad steps in a row."""
+        """
+        Bring the losses kept on the device to log.jsonl, a line per iteration. Raises UserError after max_bad_steps in a row
+        without a finite loss and gradient.
+        """
         if not self.pending:
-            return 0
+            return
         its, rates, values = zip(*self.pending)
         self.pending = []
         rows = torch.stack(values).tolist()  # the one wait for the device between two console lines
         seconds, self.clock = time.perf_counter() - self.clock, time.perf_counter()
         speed = len(its) * self.config.tokens_per_iter / seconds
         peak = peak_flops(torch.cuda.get_device_name(self.device)) if self.device.type == "cuda" else None
+        longest = 0
         for it, lr, (loss, norm, bad, _) in zip(its, rates, rows):
             line = {"iter": it, "loss": finite(loss), "lr": lr, "grad_norm": finite(norm),
-                    "tokens": (it + 1) * self.config.tokens_per_iter,
+                    "tokens": self.tokens + (it + 1 - self.first) * self.config.tokens_per_iter,
                     "tokens_per_s": speed, "data_wait": self.loader.waited / seconds}
             if peak:
                 line["mfu"] = self.model.flops_per_token() * speed / (peak * self.world.size)
+            self.bad = self.bad + 1 if bad else 0
+            longest = max(longest, self.bad)
             if bad:
                 line["skipped"] = True
             relative(line, self.base[0])
@@ -554,9 +571,10 @@ class Run:
                      + (f", rel {line['rel_loss']:+.4f}" if "rel_loss" in line else "")
                      + f", lr {line['lr']:.2e}, {speed:,.0f} tokens/s" + (f", mfu {line['mfu']:.1%}" if peak else "")
                      + f", {int(left // 60)}m{int(left % 60):02d}s left" + (", step skipped" if bad else ""))
-        self.loader.waited, self.bad = 0.0, int(self.streak)
-        self.asked_to_stop = any(row[3] for row in rows)
-        return self.bad
+        self.loader.waited, self.asked_to_stop = 0.0, any(row[3] for row in rows)
+        if longest >= self.config.max_bad_steps:
+            raise UserError(f"iteration {its[-1]}: {longest} steps in a row without a finite loss and gradient; the last "
+                            f"checkpoint ({self.path}) is intact. Lower --learning_rate, or look at the data")
 
     def record(self, line):
         if self.world.rank == 0:
@@ -666,7 +684,6 @@ class Run:
             self.optimizer.found_inf = bad  # the fused kernel leaves weights and moments alone where this is 1
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        self.streak = (self.streak + bad) * bad
         self.pending.append((it, lr, torch.stack([shared[0], norm, bad, shared[1]])))
         self.iter += 1
 
@@ -687,10 +704,7 @@ class Run:
             self.step(signals.came)
             signals.beats += 1
             if self.iter % config.log_interval == 0 or self.iter == config.max_iters or (signals.came and not self.world.group):
-                if self.flush() >= config.max_bad_steps:
-                    raise UserError(
-                        f"iteration {self.iter - 1}: {self.bad} steps in a row without a finite loss and gradient; the last "
-                        f"checkpoint ({self.path}) is intact. Lower --learning_rate, or look at the data")
+                self.flush()
                 if self.asked_to_stop or (signals.came and not self.world.group):
                     self.save(signals)
                     self.say(f"stopped by a signal at iteration {self.iter}; saved. The same command continues")
@@ -731,6 +745,8 @@ def train_one(config, world, signals):
     """Train, resume or skip one run in config.out_dir. Raises UserError before anything is written when it cannot start."""
     config = resolve(config, world)
     data = open_data(config, world)
+    if config.baseline and os.path.abspath(config.baseline) == os.path.abspath(config.out_dir):
+        raise UserError(f"--baseline={config.baseline}: a run is no baseline of itself; give another run's folder")
     if config.baseline and (os.path.exists(os.path.join(config.baseline, "config.json")) or not config.runs):
         check_baseline(config, data, config.baseline)
     checked_model_config(config, config.vocab_size or data.vocab_size)
@@ -747,6 +763,8 @@ def train_one(config, world, signals):
             run.say(f"note: warmup_iters={config.warmup_iters} is not below lr_decay_iters={config.lr_decay_iters}: the "
                     "learning rate falls to min_lr right after its warmup, or never reaches its peak")
         if config.eval_only:
+            if not os.path.exists(run.path):
+                raise UserError(f"--eval_only=True: {run.path} does not exist; train first, or give another --out_dir")
             run.base = ({}, {})
             run.log_evaluation()
         elif run.iter > config.max_iters or (run.iter == config.max_iters and run.iter in read_log(run.folder)[1]):
@@ -822,14 +840,18 @@ def summarize(config):
         if facts["max_iters"] not in evals:
             continue
         if facts["baseline"]:
+            with contextlib.suppress(OSError, KeyError, ValueError), \
+                    open(os.path.join(facts["baseline"], "config.json"), encoding="utf-8") as f:
+                same(json.load(f)["comparable"], facts["comparable"], facts["baseline"])
             fill_relative(run.out_dir, facts["baseline"])
             steps, evals = read_log(run.out_dir)
         end, last = evals[facts["max_iters"]], sorted(steps)[-facts["rel_window"]:]
         row = summary.setdefault(name, {
             "baseline": os.path.relpath(facts["baseline"], config.out_dir).split(os.sep)[0] if facts["baseline"] else None,
             "n_params": facts["n_params"], "kv_bytes_per_token": facts["kv_bytes_per_token"], "seeds": {}})
+        known = [x for i in last if (x := steps[i]["loss"]) is not None]
         row["seeds"][str(facts["seed"])] = one = {
-            "train_loss": statistics.fmean(x for i in last if (x := steps[i]["loss"]) is not None),
+            "train_loss": statistics.fmean(known) if known else None,
             "val_loss": end["val_loss"], "val_mean": end["val_mean"], "val": end["val"],
             "tokens_per_s": statistics.median(s["tokens_per_s"] for s in steps.values())}
         relative_steps = [i for i in sorted(steps) if "rel_loss" in steps[i]]
@@ -848,12 +870,12 @@ def summarize(config):
 def table(summary):
     """The summary as text; differences are mean ± standard deviation over seeds."""
     def number(cell, form):
-        if not cell:
+        if not isinstance(cell, dict):
             return "-"
         return format(cell["mean"], form) + (f" ± {cell['std']:.4f}" if cell["std"] is not None else "")
 
-    head = ["run", "train loss", "val loss", "val loss - baseline", "parameters", "KV bytes/token", "tokens/s"]
-    rows = [[name, number(r["train_loss"], ".4f"), number(r["val_loss"], ".4f"), number(r.get("rel_val_loss"), "+.4f"),
+    head = ["run", "train loss", "val loss", "val loss - baseline", "parameters", "KV bytes/token (bf16)", "tokens/s"]
+    rows = [[name, number(r.get("train_loss"), ".4f"), number(r.get("val_loss"), ".4f"), number(r.get("rel_val_loss"), "+.4f"),
              f"{r['n_params']:,}", f"{r['kv_bytes_per_token']:,}", f"{r['tokens_per_s']['mean']:,.0f}"]
             for name, r in summary.items()]
     widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
@@ -924,7 +946,11 @@ def one_voice(world, signals):
     """Of several processes with the same complaint one is heard, and one that died is heard before those that lost it."""
     try:
         yield
-    except (UserError, OSError, RuntimeError) as e:
+    except (UserError, OSError, RuntimeError, MemoryError) as e:
+        if isinstance(e, MemoryError) or isinstance(e, RuntimeError) and re.search("memory|allocate", str(e)):
+            raise UserError(f"out of memory ({str(e).strip().splitlines()[0][:160]}): lower --batch_size (with "
+                            "--tokens_per_iter the batch stays the same), set --activation_checkpointing=True, or take a "
+                            "smaller model") from None
         lost = isinstance(e, RuntimeError) and any(w in str(e) for w in ("gloo", "NCCL", "Connection", "connection"))
         if world.group and (lost or (world.rank and isinstance(e, UserError))):
             for _ in range(50):  # torchrun signals the survivors as soon as the first one has left
