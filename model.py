@@ -171,7 +171,9 @@ class GPTConfig:
             (any(all(self.take(t, n) != n for t in "qkv") for n in range(1, self.n_layer + 1)),
              "with queries, keys and values all shared, a layer's attention would read nothing of its own input"),
             (self.plus_init != "zeros" and self.value_mix != "plus", "plus_init needs value_mix=plus"),
-            (not self.neutreno >= 0, f"neutreno={self.neutreno}: expected at least 0"),
+            (not 0 <= self.neutreno < math.inf, f"neutreno={self.neutreno}: expected at least 0"),
+            (not all(math.isfinite(x or 0) for x in (self.value_lambda1, self.value_lambda2)),
+             f"value_lambda1={self.value_lambda1}, value_lambda2={self.value_lambda2}: expected finite numbers"),
             (self.identity_mapping and (self.value_residual or self.shared_value or shared_v or self.neutreno),
              "identity_mapping (Eq 6) is compared alone: it needs every layer's own, unmixed values"),
             (self.neutreno and self.shared_value, "neutreno adds V_1 - V_n, which is zero when values are shared"),
@@ -628,8 +630,11 @@ def load_checkpoint(path):
 
 def from_checkpoint(ckpt):
     """The GPT of load_checkpoint's dict, in eval mode. Raises ValueError when weights and options do not match."""
-    with torch.device("meta"):
-        model = GPT(GPTConfig(**ckpt["model_config"]))
+    try:
+        with torch.device("meta"):
+            model = GPT(GPTConfig(**ckpt["model_config"]))
+    except TypeError as e:
+        raise ValueError(f"the checkpoint's model options can't be used ({e})") from None
     model.to_empty(device="cpu")
     model.init_tables()
     model.restore(ckpt["model"])

@@ -171,8 +171,17 @@ class BadShard(UserError):
     """A shard that is damaged, or no shard at all."""
 
 
+SPLIT = re.compile(r"(train|validation|valid|val|test)[-_.0-9]")  # how the hub names the shards of a split
+
+
 def find_files(source, patterns=""):
-    """The files of a file or folder, sorted by name. Raises UserError when there are none."""
+    """
+    The files of a file or folder, sorted by name. Where shards are named train-..., only those are training text;
+    folder:validation are those named validation-.... Raises UserError when there are none.
+    """
+    split = "train"
+    if not os.path.exists(source) and os.path.isdir(source.rpartition(":")[0]):
+        source, _, split = source.rpartition(":")
     if not os.path.exists(source):
         raise UserError(f"source {source!r}: no such file or folder, and neither 'builtin' nor a hub set as owner/name")
     if os.path.isfile(source):
@@ -180,6 +189,8 @@ def find_files(source, patterns=""):
     else:
         files = sorted(os.path.join(folder, name) for folder, _, names in os.walk(source) for name in names
                        if name.endswith(SUFFIXES) and not name.startswith("."))
+        named = [p for p in files if (m := SPLIT.match(os.path.basename(p))) and m[1] == split]
+        files = named if named or split != "train" else files
     if patterns:
         files = [p for p in files if any(fnmatch.fnmatch(os.path.relpath(p, source), pattern.strip())
                                          for pattern in patterns.split(","))]
@@ -338,7 +349,15 @@ def has_validation(source):
         except Exception:  # open_hub says what is wrong
             return None
         return next((f"{source}:{s}" for s in ("validation", "valid", "val") if s in splits), None)
-    return next((p for p in (os.path.join(source, s) for s in ("validation", "valid", "val")) if os.path.isdir(p)), None)
+    if not os.path.isdir(source):
+        return None
+    for split in ("validation", "valid", "val"):
+        if os.path.isdir(os.path.join(source, split)):
+            return os.path.join(source, split)
+        with contextlib.suppress(UserError):
+            if find_files(f"{source}:{split}"):
+                return f"{source}:{split}"
+    return None
 
 
 def read_hub(source, patterns, bar, retries=5):
@@ -566,12 +585,12 @@ class Bin:
     """A file of token ids, read as windows of block_size + 1 ids that overlap by one: the targets are shifted inputs."""
 
     def __init__(self, path, dtype, tokens=None, vocab_size=None):
-        self.path, self.dtype, self.vocab_size, size = path, dtype, vocab_size, os.path.getsize(path)
-        if size % dtype.itemsize:
-            raise UserError(f"{path}: {size} bytes are no whole number of {dtype} ids; is the file cut?")
-        self.tokens = size // dtype.itemsize
+        self.path, self.dtype, self.vocab_size, self.size = path, dtype, vocab_size, os.path.getsize(path)
+        if self.size % dtype.itemsize:
+            raise UserError(f"{path}: {self.size} bytes are no whole number of {dtype} ids; is the file cut?")
+        self.tokens = self.size // dtype.itemsize
         if tokens is not None and tokens != self.tokens:
-            raise UserError(f"{path}: {size} bytes, but its meta.json says {tokens * dtype.itemsize}; the file is cut or "
+            raise UserError(f"{path}: {self.size} bytes, but its meta.json says {tokens * dtype.itemsize}; the file is cut or "
                             "foreign: run prepare.py again")
 
     def windows(self, block_size):
@@ -580,6 +599,9 @@ class Bin:
     def read(self, windows, block_size):
         """int64 ids (len(windows), block_size + 1). Raises UserError for an id beyond the vocabulary."""
         # A new memmap each time costs 50 µs; the pages of a long-lived one count as this process's memory.
+        if os.path.getsize(self.path) != self.size:
+            raise UserError(f"{self.path}: its size changed while it was in use; put the file back, then run the same command "
+                            "again to continue")
         out = np.empty((len(windows), block_size + 1), np.int64)
         ids = np.memmap(self.path, self.dtype, mode="r", shape=(self.tokens,)) if len(windows) else None
         for row, w in zip(out, windows):
@@ -721,7 +743,7 @@ def parse_mix(config):
     try:
         shares = {name.strip().removeprefix("RedPajama"): float(share)
                   for name, share in (part.split(":") for part in config.mix.split(","))}
-        if not all(0 < share < 1e9 for share in shares.values()):
+        if not all(0 < share < 1e9 for share in shares.values()) or "" in shares or len(shares) < config.mix.count(",") + 1:
             raise ValueError
     except ValueError:
         raise UserError(f"--mix={config.mix}: expected source:share,source:share with shares above 0, as "
@@ -752,7 +774,7 @@ def fill(writer, config, tokenizer, num_proc, quotas):
     {(kind, where): count}, and the quotas of the mix that were not filled.
     """
     counts, bad, total, began = {}, collections.Counter(), 0, time.time()
-    open_quotas = dict(quotas)  # source -> training tokens still wanted; a source leaves when its next document is too long
+    open_quotas = dict(quotas)  # source -> training tokens still wanted; a source leaves when 99 % of its share is there
 
     def put(split, piece, ids):
         source, _, n_bytes, n_tokens, ends = piece
@@ -790,13 +812,11 @@ def fill(writer, config, tokenizer, num_proc, quotas):
                         put("val", piece, own)
                         continue
                     if split == "train" and quotas:
-                        if n > open_quotas.get(source, 0):
-                            open_quotas.pop(source, None)
-                            full = not open_quotas
-                            if full:
-                                break
+                        if n > open_quotas.get(source, 0):  # a shorter one may still fit
                             continue
                         open_quotas[source] -= n
+                        if open_quotas[source] < 0.01 * quotas[source]:
+                            del open_quotas[source]
                     elif split == "train" and config.max_tokens:
                         if total + n > config.max_tokens:
                             full = True
@@ -808,7 +828,7 @@ def fill(writer, config, tokenizer, num_proc, quotas):
                         put(split, piece, own)
                 tokens = sum(c["tokens"] for s in counts.values() for c in s.values())
                 bar.set_postfix_str(f"{tokens / (time.time() - began):,.0f} tokens/s", refresh=False)
-                if full:
+                if full or (quotas and not open_quotas):
                     break
         if held is not None:
             has_val = any(c["val"]["tokens"] for c in counts.values())

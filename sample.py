@@ -78,6 +78,8 @@ def main():
         model = from_checkpoint(ckpt)
     except ValueError as e:
         raise UserError(f"--out_dir={config.out_dir}: {e}") from None
+    if not isinstance(ckpt.get("data"), dict) or "tokenizer" not in ckpt["data"]:
+        raise UserError(f"--out_dir={config.out_dir}: ckpt.pt does not name its tokenizer; damaged, or not written by train.py")
     tokenizer = get_tokenizer(ckpt["data"]["tokenizer"])
     name = config.device
     if name == "auto":

@@ -213,11 +213,12 @@ def resolve(config, world):
         dtype = "float32" if device.type != "cuda" else "bfloat16" if torch.cuda.is_bf16_supported() else "float16"
     if config.value_lr_scale != 1 and not config.value_residual:
         raise UserError("--value_lr_scale needs value_residual=True with learned weights")
-    for option, package in (("tensorboard_log", "tensorboard"), ("wandb_log", "wandb")):
+    for option, module in (("tensorboard_log", "torch.utils.tensorboard"), ("wandb_log", "wandb")):
         try:
             if getattr(config, option):
-                importlib.import_module(package)
+                importlib.import_module(module)
         except ImportError:
+            package = module.split(".")[-1]
             raise UserError(f"--{option}=True needs the package {package}: pip install {package}") from None
     if dtype == "float16" and device.type != "cuda":
         raise UserError("--dtype=float16: needs a CUDA device (its small range needs a gradient scaler); use bfloat16")
@@ -314,8 +315,8 @@ def write_whole(path, save):
             with contextlib.suppress(OSError):
                 os.remove(path + ".tmp")
             if attempt == 2:
-                raise UserError(f"{path}: could not be written ({e}); the previous one is whole. Make room, then run the same "
-                                "command again to continue") from None
+                raise UserError(f"{path}: could not be written ({e}); is the disk full, or the file protected? One from before "
+                                "is as it was. Mend it, then run the same command again to continue") from None
             time.sleep(1)  # a network disk's hiccup must not end a long run
 
 
@@ -396,12 +397,12 @@ def smooth(x, y, window):
 # One run
 
 
-def open_boards(config):
+def open_boards(config, first):
     """Functions that each take a line of the log, for the boards asked for. log.jsonl stays the record."""
     boards = []
     if config.tensorboard_log:
         from torch.utils.tensorboard import SummaryWriter
-        writer = SummaryWriter(config.out_dir)
+        writer = SummaryWriter(config.out_dir, purge_step=first)  # a killed run may have written beyond its checkpoint
 
         def to_tensorboard(line):
             for key, value in line.items():
@@ -441,6 +442,7 @@ class Run:
                                                          (config.beta1, config.beta2), config.value_lr_scale)
         self.scaler = torch.amp.GradScaler("cuda") if config.dtype == "float16" else None
         if ckpt:
+            self.check_optimizer(ckpt["optimizer"])
             given = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
             self.optimizer.load_state_dict(ckpt["optimizer"])
             for group, options in zip(self.optimizer.param_groups, given):
@@ -450,6 +452,20 @@ class Run:
             self.iter, self.bad = ckpt["iter"], ckpt["bad_steps"]
         self.forward = self.model
         self.pending = []
+
+    def check_optimizer(self, state):
+        """Raises UserError when a checkpoint's optimizer state is not this model's."""
+        own = self.optimizer.state_dict()
+        try:
+            whole = [len(g["params"]) for g in state["param_groups"]] == [len(g["params"]) for g in own["param_groups"]]
+            params = [p for group in self.optimizer.param_groups for p in group["params"]]
+            for i, moments in state["state"].items():
+                whole = whole and all(moments[k].shape == params[i].shape for k in ("exp_avg", "exp_avg_sq"))
+        except (KeyError, TypeError, IndexError, AttributeError):
+            whole = False
+        if not whole:
+            raise UserError(f"{self.path}: its optimizer state is damaged or of another model; restore the file, or "
+                            "--init_from=scratch to start over")
 
     @property
     def path(self):
@@ -471,6 +487,11 @@ class Run:
         differs = [f"{k} ({theirs[k]} there, {v} here)" for k, v in mine.items() if theirs[k] != v]
         if differs:
             raise UserError(f"{self.path} is of another model: {', '.join(differs)}; {way_out}")
+        kinds = dict(optimizer=dict, scaler=dict, iter=int, config=dict, data=dict, bad_steps=int)
+        wrong = [k for k, kind in kinds.items() if not isinstance(ckpt.get(k), kind)]
+        if wrong or "seed" not in ckpt["config"] or "fingerprint" not in ckpt["data"]:
+            raise UserError(f"{self.path}: lacks {', '.join(wrong) or 'its seed or data'}; damaged, or not written by "
+                            "train.py: restore it, or --init_from=scratch to start over")
         if ckpt["data"]["fingerprint"] != self.data.fingerprint:
             raise UserError(f"{self.path} was trained on other data than {self.data.path}: {way_out}")
         if ckpt["config"]["seed"] != config.seed:
@@ -528,7 +549,8 @@ class Run:
             return done
         write_log(self.folder, {i: x for i, x in steps.items() if i < self.iter},
                   {i: x for i, x in evals.items() if i <= self.iter})
-        self.log, self.boards = open(os.path.join(self.folder, "log.jsonl"), "a", encoding="utf-8"), open_boards(config)
+        self.log = open(os.path.join(self.folder, "log.jsonl"), "a", encoding="utf-8")
+        self.boards = open_boards(config, self.iter)
         write_json(os.path.join(self.folder, "config.json"), {
             **self.plain_config(), "vocab_size": self.shape.vocab_size, "comparable": comparable(config, self.data),
             "tokenizer": self.data.tokenizer, "n_params": self.model.num_params(),
@@ -948,7 +970,7 @@ def one_voice(world, signals):
         yield
     except (UserError, OSError, RuntimeError, MemoryError) as e:
         if isinstance(e, MemoryError) or isinstance(e, RuntimeError) and re.search("memory|allocate", str(e)):
-            raise UserError(f"out of memory ({str(e).strip().splitlines()[0][:160]}): lower --batch_size (with "
+            raise UserError(f"out of memory ({(str(e).strip() or 'no more').splitlines()[0][:160]}): lower --batch_size (with "
                             "--tokens_per_iter the batch stays the same), set --activation_checkpointing=True, or take a "
                             "smaller model") from None
         lost = isinstance(e, RuntimeError) and any(w in str(e) for w in ("gloo", "NCCL", "Connection", "connection"))

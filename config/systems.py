@@ -34,7 +34,7 @@ runs = {
     "query_residual": {"query_residual": True},
     "key_residual": {"key_residual": True},
     "hidden_residual": {"hidden_residual": True},
-    "attention_residual": {"attention_residual": True, "batch_size": 8},  # holds whole attention maps
+    "attention_residual": {"attention_residual": True, "batch_size": 8, "eval_iters": 80},  # holds whole attention maps
     "shared_query": {"shared_query": True},
     "shared_key": {"shared_key": True},
     "share_k_every_2": {"share_k_every": 2},

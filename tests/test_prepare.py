@@ -1480,3 +1480,23 @@ def test_slimpajama(tmp_path):
         assert i == len(docs) > 0
         assert sum(c[name]["documents"] for c in meta["sources"].values()) == i
     assert {os.path.basename(p) for p in map(str, tmp_path.glob("val_*.bin"))} == {f"val_{s}.bin" for s in meta["sources"]}
+
+
+def test_a_local_folder_in_the_hubs_own_layout(tmp_path):
+    """data/train-..., data/validation-...: the validation shard is no training text."""
+    docs, held = some_docs(40), [(f"held {i}", "C4") for i in range(5)]
+    shard(tmp_path / "set" / "data" / "train-00000-of-00001.jsonl", docs)
+    shard(tmp_path / "set" / "data" / "validation-00000-of-00001.jsonl", held)
+    shard(tmp_path / "set" / "data" / "test-00000-of-00001.jsonl", [("test text", "C4")])
+    meta = prep(tmp_path / "set", tmp_path / "out")
+    counts = [sum(s[split]["documents"] for s in meta["sources"].values()) for split in ("train", "val")]
+    assert counts == [40, 5]
+
+
+def test_a_long_document_does_not_close_its_source(tmp_path):
+    """A mix goes on with shorter documents; only a source without text runs dry."""
+    docs = [("x" * 20_000, "C4")] + [(f"short document {i}", s) for i in range(300) for s in ("C4", "Book")]
+    shard(tmp_path / "a.jsonl", docs)
+    meta = prep(tmp_path / "a.jsonl", tmp_path / "out", mix="C4:50,Book:50", max_tokens=4000, val_fraction=0.01)
+    for source in ("C4", "Book"):
+        assert 0.98 * 2000 <= meta["sources"][source]["train"]["tokens"] <= 2000

@@ -1,6 +1,5 @@
 """
 train.py in one process: the schedule, the data order, log.jsonl, resume, refusals, and lists of runs against a baseline.
-Bxx: the fault of that number in the list of faults that users of such repositories reported.
 """
 import dataclasses
 import json
@@ -1487,3 +1486,93 @@ def test_overlay_runs(data):
               *small.split(), tiny=False) == 0
     facts = json.loads(Path("o/config.json").read_text())
     assert facts["eval_interval"] == 250 and facts["warmup_iters"] == 120 and [x["iter"] for x in log("o")[1]] == [0, 2]
+
+
+# ---- what hostile users found
+
+
+def test_weights_gone_bad_are_never_saved(data, capsys):
+    """A finite gradient under an absurd rate leaves weights that are no numbers: the checkpoint from before stays."""
+    args = [f"--data={data}", "--out_dir=o", "--warmup_iters=0"]
+    assert go(*args) == 0
+    before = Path("o/ckpt.pt").read_bytes()
+    assert "o/ckpt.pt" in refused(capsys, *args, "--max_iters=40", "--learning_rate=3e38", "--weight_decay=0.5")
+    assert Path("o/ckpt.pt").read_bytes() == before
+
+
+def test_a_streak_of_bad_steps_within_one_log_interval_stops(data, capsys, monkeypatch):
+    """The longest streak counts, also when a good step follows before the log is written."""
+    norm = torch.nn.utils.get_total_norm
+    calls = iter(range(1000))
+    monkeypatch.setattr(torch.nn.utils, "get_total_norm", lambda g: norm(g) * (math.nan if 2 <= next(calls) < 6 else 1))
+    args = [f"--data={data}", "--out_dir=o", "--max_iters=12", "--log_interval=12", "--eval_interval=100"]
+    assert "4 steps in a row" in refused(capsys, *args, "--max_bad_steps=4")
+
+
+def test_no_difference_where_the_rates_differed(data):
+    """A baseline that was resumed with another schedule: what is not comparable gets no rel_loss."""
+    base = [f"--data={data}", "--out_dir=base", "--warmup_iters=0"]
+    assert go(*base) == 0 and go(*base, "--max_iters=8") == 0
+    assert go(f"--data={data}", "--out_dir=o", "--warmup_iters=0", "--max_iters=8", "--baseline=base") == 0
+    steps, there = log("o")[0], log("base")[0]
+    assert {x["iter"] for x in steps if "rel_loss" in x} == {x["iter"] for x, y in zip(steps, there) if x["lr"] == y["lr"]}
+    assert 0 < sum("rel_loss" in x for x in steps) < 8
+
+
+def test_tokens_go_on_from_the_batch_before(data):
+    args = [f"--data={data}", "--out_dir=o"]
+    assert go(*args) == 0 and go(*args, "--max_iters=6", "--tokens_per_iter=64") == 0
+    assert [x["tokens"] for x in log("o")[0]] == [32, 64, 96, 128, 192, 256]
+
+
+@pytest.mark.parametrize("keep, change", [("o", lambda b: b[:400]), ("o", lambda b: b + b)])
+def test_data_that_changes_while_it_is_read(data, capsys, monkeypatch, keep, change):
+    """One line, and the same command continues once the file is back."""
+    shutil.copytree(data, "bins")
+    whole = Path("bins/train.bin").read_bytes()
+    args = ["--data=bins", "--out_dir=o", "--max_iters=6"]
+    with monkeypatch.context() as m:
+        at_iteration(m, 2, lambda: Path("bins/train.bin").write_bytes(change(whole)))
+        assert "train.bin" in refused(capsys, *args)
+    Path("bins/train.bin").write_bytes(whole)
+    assert go(*args) == 0 and len(losses("o")) == 6
+
+
+def test_an_id_beyond_the_vocabulary_deep_in_a_large_bin(data, capsys):
+    """Between the pages that Data looks at when it opens: named when it is read, before any device sees it."""
+    os.mkdir("bins")
+    ids = np.full(64 * 2048 * 4, 65, "<u2")
+    ids[3000:8000] = 60000
+    ids.tofile("bins/train.bin")
+    ids[:5000].clip(max=65).tofile("bins/val.bin")
+    prepare.Data("bins")  # opens
+    assert "60000" in refused(capsys, "--data=bins", "--out_dir=o", "--max_iters=4000", "--log_interval=500")
+
+
+@pytest.mark.parametrize("change", [
+    lambda c: c.pop("optimizer"), lambda c: c.pop("data"), lambda c: c.update(optimizer={}), lambda c: c.update(config={}),
+    lambda c: c["optimizer"]["param_groups"].pop(), lambda c: c.update(iter="abc"), lambda c: c.update(data={}),
+    lambda c: c["optimizer"]["state"][0].update(exp_avg=torch.zeros(1)), lambda c: c["model_config"].update(n_layer="two")])
+def test_a_checkpoint_with_a_part_that_is_foreign(data, capsys, change):
+    args = [f"--data={data}", "--out_dir=o"]
+    assert go(*args) == 0
+    ckpt = torch.load("o/ckpt.pt", weights_only=True)
+    change(ckpt)
+    torch.save(ckpt, "o/ckpt.pt")
+    before = Path("o/ckpt.pt").read_bytes()
+    assert "o/ckpt.pt" in refused(capsys, *args, "--max_iters=8")
+    assert Path("o/ckpt.pt").read_bytes() == before
+
+
+@pytest.mark.parametrize("args, word", [
+    (["--eval_only=True"], "eval_only"), (["--baseline=o"], "itself"), (["--value_lr_scale=2"], "value_residual"),
+    (["--seed=99999999999999999999"], "seed"), (["--device=meta"], "device"), (["--batch_size=100000000000"], "batch_size"),
+    (["--value_residual=True", "--value_lambda1=1e400"], "value_lambda1"), (["--plus_init=depth"], "value_mix=plus")])
+def test_options_that_would_do_nothing_or_harm(data, capsys, args, word):
+    assert word in refused(capsys, f"--data={data}", "--out_dir=o", *args)
+
+
+def test_a_list_that_never_had_a_finite_loss_still_ends_in_a_line(data, capsys, monkeypatch):
+    Path("runs.py").write_text("runs = {'a': {}, 'b': {'value_residual': True}}\n")
+    monkeypatch.setattr(torch.nn.utils, "get_total_norm", lambda g: torch.tensor(math.nan))
+    assert "in a row" in refused(capsys, "runs.py", f"--data={data}", "--out_dir=s", "--max_bad_steps=3")
