@@ -335,8 +335,8 @@ def finite(x):
     return x if x is not None and math.isfinite(x) else None
 
 
-def show(x, form=".4f"):
-    return "not finite" if x is None else format(x, form)
+def show(x):
+    return "not finite" if x is None else f"{x:.4f}"
 
 
 def relative(line, base):

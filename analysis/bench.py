@@ -28,7 +28,7 @@ class Config(train.Config):
 
 
 def step_times(config):
-    """(seconds of each timed step, seconds of compiling and warming up, peak bytes) of a resolved train.Config."""
+    """(model, seconds of each timed step, seconds of compiling and warming up, peak bytes) of a resolved train.Config."""
     device = torch.device(config.device)
     model = GPT(train.checked_model_config(config, config.vocab_size or 50304), config.seed).to(device)
     model.activation_checkpointing = config.activation_checkpointing
@@ -63,7 +63,7 @@ def main():
     if not config.runs:
         raise UserError("give a config file that defines runs, such as config/systems.py")
     torch.set_float32_matmul_precision("high")
-    rows, peak = {}, None
+    rows = {}
     for name, _, run in train.plan(config):
         run = train.resolve(run, train.World())
         torch._dynamo.reset()
