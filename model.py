@@ -602,6 +602,19 @@ class GPT(nn.Module):
         return torch.cat([idx, *(t[:, None] for t in self.stream(idx, max_new_tokens, *args, **kwargs))], dim=1)
 
 
+def usable_device(name):
+    """name, or for auto the first of cuda, mps and cpu that is there. Raises ValueError for one that can't be used here."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        if torch.device(name).type not in ("cuda", "mps", "cpu"):
+            raise RuntimeError("expected cuda, mps or cpu")
+        torch.empty(1, device=name)
+    except (RuntimeError, AssertionError) as e:
+        raise ValueError(f"not usable here ({str(e).splitlines()[0]}); try --device=cpu") from None
+    return name
+
+
 def load_checkpoint(path):
     """
     The dict that train.py saved, on the CPU. Prefixes that torch.compile or DDP leave in parameter names are accepted.

@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 
 from configurator import UserError, at_least, command, configure
-from model import from_checkpoint, load_checkpoint
+from model import from_checkpoint, load_checkpoint, usable_device
 from prepare import get_tokenizer
 
 
@@ -81,15 +81,11 @@ def main():
     if not isinstance(ckpt.get("data"), dict) or "tokenizer" not in ckpt["data"]:
         raise UserError(f"--out_dir={config.out_dir}: ckpt.pt does not name its tokenizer; damaged, or not written by train.py")
     tokenizer = get_tokenizer(ckpt["data"]["tokenizer"])
-    name = config.device
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
-        if torch.device(name).type not in ("cuda", "mps", "cpu"):
-            raise RuntimeError("expected cuda, mps or cpu")
-        model.to(name)
-    except (RuntimeError, AssertionError) as e:
-        raise UserError(f"--device={config.device}: not usable here ({str(e).splitlines()[0]}); try --device=cpu") from None
+        name = usable_device(config.device)
+    except ValueError as e:
+        raise UserError(f"--device={config.device}: {e}") from None
+    model.to(name)
     device = torch.device(name)
     bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported()
     dtype = config.dtype if config.dtype != "auto" else "bfloat16" if bf16 else "float32"

@@ -34,7 +34,7 @@ import torch
 import prepare
 from analysis import plot
 from configurator import UserError, at_least, command, configure, override
-from model import CHECKPOINT_VERSION, GPT, GPTConfig, KVCache, from_checkpoint, load_checkpoint
+from model import CHECKPOINT_VERSION, GPT, GPTConfig, KVCache, from_checkpoint, load_checkpoint, usable_device
 
 
 @dataclass
@@ -196,16 +196,11 @@ def resolve(config, world):
     at_least(config, 0, "beta1", "beta2", "dropout", below=1)
     if config.min_lr > config.learning_rate and config.decay_lr:
         raise UserError(f"--min_lr={config.min_lr}: expected at most learning_rate={config.learning_rate}")
-    name = config.device
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
-        device = torch.device(name)
-        if device.type not in ("cuda", "mps", "cpu"):
-            raise RuntimeError("expected cuda, mps or cpu")
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as e:
-        raise UserError(f"--device={config.device}: not usable here ({str(e).splitlines()[0]}); try --device=cpu") from None
+        name = usable_device(config.device)
+    except ValueError as e:
+        raise UserError(f"--device={config.device}: {e}") from None
+    device = torch.device(name)
     if device.type == "cuda" and world.group and device.index is None:
         name = f"cuda:{world.local_rank}"
     dtype = config.dtype
@@ -889,6 +884,13 @@ def summarize(config):
     return summary, curves
 
 
+def aligned(head, rows):
+    """Rows of text below their head, the first column to the left and the others to the right."""
+    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+    return "\n".join("  ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths)))
+                     for row in [head, *rows])
+
+
 def table(summary):
     """The summary as text; differences are mean ± standard deviation over seeds."""
     def number(cell, form):
@@ -900,9 +902,7 @@ def table(summary):
     rows = [[name, number(r.get("train_loss"), ".4f"), number(r.get("val_loss"), ".4f"), number(r.get("rel_val_loss"), "+.4f"),
              f"{r['n_params']:,}", f"{r['kv_bytes_per_token']:,}", f"{r['tokens_per_s']['mean']:,.0f}"]
             for name, r in summary.items()]
-    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
-    return "\n".join("  ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths)))
-                     for row in [head, *rows])
+    return aligned(head, rows)
 
 
 def sample_text(folder, config, tokens):

@@ -5,22 +5,45 @@ matplotlib.use("Agg")  # files only: no screen is needed
 from matplotlib.figure import Figure  # noqa: E402
 
 
-def curves(path, series, x, y, title, caption=""):
+def draw(path, panels, title="", caption=""):
     """
-    A picture of series = {name: [(xs, ys), ...]}, one line per repetition (seed) in the name's colour.
-    x, y: names and units of the axes; caption: what to look for.
+    A picture of panels side by side, each a dict:
+        series   {name: [(xs, ys), ...]}: one line per repetition (seed), all in the name's colour and style
+        x, y     names and units of the axes
+        title    above the panel
+        zero     True: a line at 0
+        log      which axes are logarithmic: "", "x", "y" or "xy"
+        marks    True: points on the lines
+        bands    {name: (xs, low, high)}: a shaded band in the name's colour
+    caption: what to look for, below all.
     """
-    figure = Figure(figsize=(8, 5), dpi=120, layout="constrained")
-    axes = figure.subplots()
-    axes.axhline(0, color="0.5", linewidth=1)
-    for i, (name, lines) in enumerate(series.items()):
-        for j, (xs, ys) in enumerate(lines):
-            axes.plot(xs, ys, color=f"C{i % 10}", label=name if j == 0 else None, linewidth=1.2)
-    if series:
-        axes.legend()
-    axes.set_xlabel(x)
-    axes.set_ylabel(y)
-    axes.set_title(title)
+    figure = Figure(figsize=(8 if len(panels) == 1 else 4.8 * len(panels), 5), dpi=120, layout="constrained")
+    for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels):
+        if panel.get("zero"):
+            axes.axhline(0, color="0.5", linewidth=1)
+        names = list(panel["series"])
+        for i, name in enumerate(names):
+            look = dict(color=f"C{i % 10}", linestyle=("-", "--", ":", "-.")[i // 10 % 4], linewidth=1.2)
+            for j, (xs, ys) in enumerate(panel["series"][name]):
+                axes.plot(xs, ys, **look, label=name if j == 0 else None, marker="o" if panel.get("marks") else None,
+                          markersize=3.5)
+            if name in panel.get("bands", {}):
+                axes.fill_between(*panel["bands"][name], color=look["color"], alpha=0.2, linewidth=0)
+        if "x" in panel.get("log", ""):
+            axes.set_xscale("log")
+        if "y" in panel.get("log", ""):
+            axes.set_yscale("log")
+        if names:
+            axes.legend(fontsize=8)
+        axes.set_xlabel(panel["x"])
+        axes.set_ylabel(panel["y"])
+        axes.set_title(panel.get("title", ""), fontsize=10)
+    figure.suptitle(title)
     if caption:
         figure.supxlabel(caption, fontsize=9)
     figure.savefig(path)
+
+
+def curves(path, series, x, y, title, caption=""):
+    """One panel of series = {name: [(xs, ys), ...]} around zero."""
+    draw(path, [dict(series=series, x=x, y=y, zero=True)], title, caption)

@@ -1,0 +1,169 @@
+"""
+What the analyses share: run folders in; a table, NAME.json and NAME.png out.
+
+    python -m analysis.NAME out/quickstart                      # every run below that folder
+    python -m analysis.NAME out/vanilla out/resformer --out_dir=results/mine
+
+A run that an analysis can't use is named with the reason and left out; the others go on.
+"""
+import dataclasses
+import json
+import os
+import re
+import sys
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+import prepare
+import train
+from configurator import UserError, at_least, configure
+from model import GPT, GPTConfig, from_checkpoint, load_checkpoint, usable_device
+
+
+@dataclass
+class Options:
+    out_dir: str = ""  # where the table's JSON and the picture go; empty: beside the runs, in their common folder
+
+
+@dataclass
+class ModelOptions(Options):
+    data: str = ""  # the folder of bins to read; empty: the one that each run was trained on
+    bin: str = "val"  # the validation bin: val, or the name of a source
+    sequences: int = 64  # windows, spread evenly over the bin
+    length: int = 0  # tokens of each window; 0: the shortest block_size among the runs
+    batch_size: int = 4  # windows at once
+    device: str = "auto"  # cuda, mps or cpu; auto: the first of these that is there
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of the matrix products
+
+
+class Run:
+    """
+    A run's folder. name: as tables show it; system: name without its seed; config: config.json's content;
+    log: (training lines, evaluation lines), each {iteration: line}.
+    """
+
+    def __init__(self, path, root):
+        self.path = path
+        self.name = os.path.relpath(path, root) if os.path.abspath(path) != os.path.abspath(root) else \
+            os.path.basename(os.path.abspath(path))
+        self.system = re.sub(r"[/\\]?seed\d+$", "", self.name) or self.name
+        file = os.path.join(path, "config.json")
+        try:
+            with open(file, encoding="utf-8") as f:
+                self.config = json.load(f)
+            known = {f.name: self.config[f.name] for f in dataclasses.fields(GPTConfig) if f.name in self.config}
+            self.shape = GPTConfig(**known)
+            self.shape.check()
+        except (OSError, ValueError, TypeError) as e:
+            raise UserError(f"{file}: not written by train.py, or damaged ({e})") from None
+
+    @property
+    def log(self):
+        return train.read_log(self.path)
+
+    def checkpoint(self):
+        """load_checkpoint's dict of ckpt.pt. Raises UserError."""
+        try:
+            return load_checkpoint(os.path.join(self.path, "ckpt.pt"))
+        except ValueError as e:
+            raise UserError(str(e)) from None
+
+    def model(self, device="cpu", random=False):
+        """The trained GPT in eval mode; random: the same model before its first step."""
+        if random:
+            return GPT(self.shape, self.config["seed"]).to(device).eval()
+        try:
+            return from_checkpoint(self.checkpoint()).to(device)
+        except ValueError as e:
+            raise UserError(f"{self.path}/ckpt.pt: {e}") from None
+
+
+def find_runs(paths):
+    """The runs in these folders, or below them, in order. Raises UserError for a path that holds none."""
+    found = []
+    for path in paths:
+        below = [folder for folder, _, files in sorted(os.walk(path)) if "config.json" in files]
+        if not below:
+            problem = "no such folder" if not os.path.exists(path) else "no run in it: config.json is missing"
+            raise UserError(f"{path}: {problem}; expected a folder that train.py wrote to")
+        order = {}
+        if os.path.exists(os.path.join(path, "summary.json")):  # a list of runs: in its order, the baseline first
+            with open(os.path.join(path, "summary.json"), encoding="utf-8") as f:
+                order = {name: i for i, name in enumerate(json.load(f))}
+        below.sort(key=lambda folder: order.get(os.path.relpath(folder, path).split(os.sep)[0], len(order)))
+        found += [folder for folder in below if folder not in found]
+    return [Run(path, common_folder(found)) for path in found]
+
+
+def common_folder(paths):
+    """The folder that all of these run folders lie in; of a single one, itself."""
+    return os.path.relpath(os.path.commonpath([os.path.abspath(p) for p in paths]))
+
+
+def arguments(Config, argv, needs_runs=True):
+    """(an instance of Config, runs) from argv: run folders, and options as --name=value. Raises UserError."""
+    config = configure(Config, [a for a in argv if a.startswith("-")])
+    paths = [a for a in argv if not a.startswith("-")]
+    if needs_runs and not paths:
+        raise UserError("give at least one run folder, such as out/quickstart; --help lists the options")
+    runs = find_runs(paths)
+    if isinstance(config, ModelOptions):
+        at_least(config, 1, "sequences", "batch_size")
+        at_least(config, 0, "length")
+        try:
+            device = usable_device(config.device)
+        except ValueError as e:
+            raise UserError(f"--device={config.device}: {e}") from None
+        blocks = [r.shape.block_size for r in runs]
+        if runs and config.length > min(blocks):
+            raise UserError(f"--length={config.length}: the runs' shortest block_size is {min(blocks)}; give at most that")
+        config = dataclasses.replace(config, device=device, length=config.length or min(blocks, default=0))
+    return config, runs
+
+
+def windows(config, data, desc="", bins=None):
+    """
+    Batches of token ids (B, length) on the device, from windows spread evenly over a validation bin, with a progress bar.
+    Raises UserError when the bin is unknown or shorter than one window.
+    """
+    if config.bin not in data.val:
+        raise UserError(f"--bin={config.bin}: {data.path} has {', '.join(data.val)}")
+    bin_ = data.val[config.bin]
+    n = bin_.windows(config.length)
+    if not n:
+        raise UserError(f"{bin_.path}: {bin_.tokens} tokens are no window of {config.length} + 1; lower --length")
+    picked = np.linspace(0, n - 1, min(n, config.sequences)).round().astype(np.int64)
+    for i in tqdm(range(0, len(picked), config.batch_size), desc=desc, leave=False, disable=None):
+        yield torch.from_numpy(bin_.read(picked[i:i + config.batch_size], config.length)[:, :-1]).to(config.device)
+
+
+def open_data(config, run):
+    """prepare.Data of --data, or of what the run was trained on. Raises UserError, also for another vocabulary."""
+    data = prepare.Data(config.data or run.config["data"])
+    if data.tokenizer != run.config["tokenizer"]:
+        raise UserError(f"{data.path} was tokenized with {data.tokenizer}, and {run.name} with {run.config['tokenizer']}: "
+                        "give bins of the same tokenizer")
+    return data
+
+
+def skip(run, reason):
+    """Say that an analysis leaves this run out, and why."""
+    print(f"{run.name}: left out: {reason}", file=sys.stderr, flush=True)
+
+
+def write(config, runs, name, head, rows, content, draw):
+    """
+    Print the table (a list of columns' names, and rows of cells), and write name.json with content and name.png with
+    draw(path) to out_dir, or beside the runs.
+    """
+    print(train.aligned(head, [[str(cell) for cell in row] for row in rows]))
+    folder = config.out_dir or (common_folder([r.path for r in runs]) if runs else ".")
+    os.makedirs(folder, exist_ok=True)
+    path = os.path.join(folder, name)
+    train.write_json(path + ".json", content)
+    draw(path + ".png")
+    print(f"\nwrote {path}.json and {path}.png")
