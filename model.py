@@ -110,8 +110,8 @@ class GPTConfig:
         text, found = str(getattr(self, option)) or f"2-{self.n_layer}", []
         try:
             for part in text.split(","):
-                first, _, last = part.partition("-")
-                found += range(int(first), int(last or first) + 1)
+                first, dash, last = part.partition("-")
+                found += range(int(first), int(last if dash else first) + 1)
         except ValueError:
             found = []
         if text != f"2-{self.n_layer}" and (not found or min(found) < 1 or max(found) > self.n_layer):
@@ -126,7 +126,11 @@ class GPTConfig:
         for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "share_k_every", "share_v_every", "cla"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: expected at least 1")
-        self.layers("value_layers"), self.layers("value_anchors")  # readable, or ValueError
+        named = self.layers("value_layers") if self.value_layers else []  # readable, or ValueError
+        self.layers("value_anchors")
+        across = [f.name for f in fields(self) if f.name in (
+            "shared_value neutreno query_residual key_residual hidden_residual attention_residual shared_query shared_key "
+            "identity_mapping cross_layer").split() and getattr(self, f.name)]
         one_layer = self.value_source in ("first", "previous") or (
             self.value_source.isdecimal() and 1 <= int(self.value_source) < max(self.n_layer, 2))
         for f in fields(self):
@@ -155,6 +159,12 @@ class GPTConfig:
              "value_mix=dense starts at vanilla's weights: leave value_lambda1 and value_lambda2 out"),
             (self.value_mix == "plus" and self.value_lambda1 is not None,
              "value_mix=plus derives λ1 from a softmax over depth: leave value_lambda1 out"),
+            (across and self.n_layer == 1, f"{', '.join(across)}: acts from layer 2 on, and n_layer=1"),
+            (max(self.cla, self.share_k_every, self.share_v_every) > self.n_layer, f"cla={self.cla}, share_k_every="
+             f"{self.share_k_every}, share_v_every={self.share_v_every}: groups of more than n_layer={self.n_layer} layers"),
+            (self.value_residual and any(not self.sources("v", n) for n in named), f"value_layers={self.value_layers!r}: "
+             f"with value_source={self.value_source}, layers {[n for n in named if not self.sources('v', n)]} have no earlier "
+             "source to mix in: leave them out"),
             (self.value_residual and not any(self.sources("v", n) for n in range(1, self.n_layer + 1)),
              f"value_residual has no layer to mix in: n_layer={self.n_layer}, value_layers={self.value_layers!r}, "
              f"value_source={self.value_source}"),

@@ -51,6 +51,7 @@ class Config(GPTConfig):
     # batch and schedule
     batch_size: int = 32  # windows per process and micro-step
     tokens_per_iter: int = 0  # tokens of the whole batch; micro-steps are derived from it; 0: batch_size windows
+    max_tokens_per_iter: int = 0  # halve each run's tokens_per_iter until it is no larger than this; 0: leave it
     max_iters: int = 10000  # iterations in all
     learning_rate: float = 6e-4  # the schedule's peak
     min_lr: float = 6e-5  # where the cosine ends
@@ -191,7 +192,7 @@ def resolve(config, world):
     on this machine. Raises UserError for values out of range."""
     at_least(config, 1, "batch_size", "max_iters", "eval_interval", "eval_iters", "log_interval", "max_bad_steps", "rel_window")
     at_least(config, 0, "learning_rate", "min_lr", "warmup_iters", "lr_decay_iters", "weight_decay", "grad_clip",
-             "tokens_per_iter", "value_lr_scale", "vocab_size", "sample_tokens")
+             "tokens_per_iter", "max_tokens_per_iter", "value_lr_scale", "vocab_size", "sample_tokens")
     at_least(config, 0, "seed", below=1 << 63)
     at_least(config, 0, "beta1", "beta2", "dropout", below=1)
     if config.min_lr > config.learning_rate and config.decay_lr:
@@ -217,9 +218,12 @@ def resolve(config, world):
             raise UserError(f"--{option}=True needs the package {package}: pip install {package}") from None
     if dtype == "float16" and device.type != "cuda":
         raise UserError("--dtype=float16: needs a CUDA device (its small range needs a gradient scaler); use bfloat16")
+    tokens = config.tokens_per_iter or config.batch_size * config.block_size
+    while tokens > config.max_tokens_per_iter > 0 and tokens % (2 * config.block_size) == 0:  # whole windows stay whole
+        tokens //= 2
     return dataclasses.replace(
         config, device=name, dtype=dtype, compile=device.type == "cuda" if config.compile == "auto" else config.compile,
-        tokens_per_iter=config.tokens_per_iter or config.batch_size * config.block_size,
+        tokens_per_iter=tokens,
         lr_decay_iters=config.lr_decay_iters or config.max_iters)
 
 

@@ -90,7 +90,7 @@ def test_commands_of_the_docstring_are_understood(name):
 
 @every
 def test_cost_is_that_of_the_runs(name):
-    runs, small = planned(name), planned(name, SMALL)
+    runs, small = planned(name), {n: train.resolve(c, train.World()) for n, c in planned(name, SMALL, "--device=cpu").items()}
     found = re.search(r"Cost: (\d+) runs x 20\.97B tokens( \(20\.48B at .*\))? = (\S+) FLOPs, (\d+) H100-hours at 36 % MFU; "
                       r"small: (\S+) FLOPs, (\S+) hours", " ".join(docstring(name).split()))
     n, shorter, whole, hours, part, part_hours = found.groups()
@@ -110,12 +110,12 @@ def test_cost_is_that_of_the_runs(name):
 @at_both_sizes
 @pytest.mark.parametrize("processes", [1, 8])
 def test_every_run_is_allowed_at_its_real_size(name, overlay, processes):
-    world = train.World(size=processes)
+    world = train.World(size=min(processes, 4) if overlay else processes)  # small batches have 4 windows of 64,000
     for run in planned(name, *overlay, "--device=cpu").values():
         run = train.resolve(run, world)
         train.checked_model_config(run, 50304).check()
         windows, steps = train.micro_batches(run, world)
-        assert windows * steps * processes * run.block_size == run.tokens_per_iter
+        assert windows * steps * world.size * run.block_size == run.tokens_per_iter
         assert windows * run.block_size <= 65536  # what fits one GPU (468M: a quarter of it)
 
 
@@ -180,6 +180,14 @@ def test_lengths_have_the_papers_batches(name):
         assert run.endswith(f"_{c.block_size}") or c.block_size == 2048
         lengths.add(c.block_size)
     assert lengths == ({2048, 64000} if name == "fig13" else set(table))
+
+
+@every
+def test_small_is_small_for_every_run(name):
+    """131M tokens at most, in whole windows, also where the list sets a batch of its own."""
+    for run, c in planned(name, SMALL, "--device=cpu").items():
+        c = train.resolve(c, train.World())
+        assert (c.tokens_per_iter, c.max_iters) == (256_000 if c.block_size in (32000, 64000) else 262_144, 500), run
 
 
 def test_kv_cache_fractions():

@@ -4,10 +4,10 @@ SYSTEMS gives each one's options, the parameters it adds to vanilla's, and its r
 independent float64 reference follows. Toy weights are ten times the initial ones and learned mixing weights are random,
 so that a wrong mix cannot hide below a tolerance. Layers are counted from 1.
 """
-import argparse
-import inspect
+import contextlib
 import itertools
 import math
+import os
 import warnings
 from fractions import Fraction
 
@@ -15,7 +15,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+import prepare
 from model import GPT, GPTConfig, KVCache
+from train import batch_windows
 
 torch.set_num_threads(1)
 
@@ -423,26 +425,36 @@ def test_activation_checkpointing_gives_equal_gradients(system):
         close(g, want_grads[name], 1e-6)
 
 
-TEXT = torch.frombuffer(bytearray(inspect.getsource(argparse).encode()), dtype=torch.uint8).long() % 128
+@pytest.fixture(scope="module")
+def builtin(tmp_path_factory):
+    """The start of the built-in corpus, as prepare.py makes it."""
+    folder = str(tmp_path_factory.mktemp("builtin"))
+    with open(os.devnull, "w") as f, contextlib.redirect_stdout(f):
+        prepare.prepare(prepare.Config(out_dir=folder, max_tokens=2_000_000, val_fraction=0.1, num_proc=1))
+    return prepare.Data(folder)
 
 
 @system
-def test_trains_on_text(system):
-    """30 steps on a source text's bytes: far below the start, and the learned weights move."""
-    m = GPT(config(system, "gqa", vocab_size=128)).train()
+def test_trains_on_the_builtin_corpus(system, builtin):
+    """50 iterations: the loss falls, on held-out windows and far below the start, and the learned weights move."""
+    m = GPT(config(system, "gqa", vocab_size=builtin.vocab_size)).train()
     o = m.configure_optimizers(weight_decay=0.1, learning_rate=1e-2, betas=(0.9, 0.95), value_lr_scale=1.0)
     before = {n: p.detach().clone() for n, p in mixing(m).items()}
     assert bool(before) == (system in LEARNED)
-    losses = []
-    for i in range(30):
-        start = torch.randint(len(TEXT) - BLOCK - 1, (8,), generator=torch.Generator().manual_seed(i))
-        x = torch.stack([TEXT[s:s + BLOCK + 1] for s in start])
+    b = builtin.val["val"]
+    held_out = torch.from_numpy(b.read(range(0, b.windows(BLOCK), b.windows(BLOCK) // 100), BLOCK))
+    losses, val = [], []
+    for i in range(51):
+        if i % 25 == 0:
+            with torch.no_grad():
+                val.append(m(held_out[:, :-1], held_out[:, 1:])[1].item())
+        x = torch.from_numpy(builtin.train.read(batch_windows(i, 8, builtin.train.windows(BLOCK), 1), BLOCK))
         loss = grads(m, x[:, :-1], x[:, 1:])[0].item()
         torch.nn.utils.clip_grad_norm_(m.parameters(), 1.0)
         o.step()
         losses.append(loss)
-    assert losses[0] == pytest.approx(math.log(128), abs=0.1)
-    assert sum(losses[-5:]) / 5 < losses[0] - 1.2 and all(map(math.isfinite, losses))
+    assert losses[0] == pytest.approx(math.log(builtin.vocab_size), abs=0.1)
+    assert val[0] - 1.2 > val[1] > val[2] + 0.02 and all(map(math.isfinite, losses)), val
     for name, p in mixing(m).items():
         assert (p != before[name]).all(), name
 
@@ -998,8 +1010,15 @@ def test_pairs_of_systems_work_or_are_refused(a):
     (dict(RES, value_mix="dense", value_lambda2=1.0), "dense.*value_lambda2"),
     (dict(PLUS, value_lambda1=1.0), "plus.*value_lambda1"),
     (dict(value_source="2"), "value_source.*value_residual"), (dict(SV, value_source="all"), "value_source"),
-    (dict(RES, value_layers="2", value_source="2"), "no layer to mix"),  # layer 2 has no V_2 before it
-    (dict(RES, value_layers="1"), "no layer to mix"), (dict(RES, n_layer=1), "no layer to mix"),
+    (dict(RES, value_layers="2", value_source="2"), "no earlier"),  # layer 2 has no V_2 before it
+    (dict(RES, value_layers="1-3"), r"layers \[1\] have no earlier"),
+    (dict(RES, value_layers="2-4", value_source="2"), r"layers \[2\] have no earlier"),
+    (dict(RES, value_layers="3-"), "as 6-8"),
+    (dict(cla=5), "groups of more than"), (dict(share_v_every=5), "groups of more than"),
+    *[(dict({name: 0.4 if name == "neutreno" else True}, n_layer=1), f"{name}.*from layer 2")
+      for name in ("shared_value neutreno query_residual key_residual hidden_residual attention_residual shared_query "
+                   "shared_key identity_mapping cross_layer").split()],
+    (dict(RES, value_layers="1"), "no earlier"), (dict(RES, n_layer=1), "no layer to mix"),
     (dict(value_mix="plus"), "value_residual"), (dict(value_mix="dense"), "value_residual"),
     (dict(value_layers="3"), "value_residual"), (dict(value_lambda1=2.0), "value_residual"),
     (dict(SV, value_lambda1=2.0), "value_residual"),

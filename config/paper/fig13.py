@@ -10,13 +10,8 @@ Paper: at 2,048 SVFormer is worse than GQA2, at 64,000 better than CLA2 and GQA2
 Our reading: cache fractions are SVFormer 0.5625, GQA2 0.5, CLA2 0.5; GQA8 0.125, CLA2+GQA4 0.125, SVFormer+GQA4 0.1406. The
 legend of the 1/8 panel is not known to us: these three are the combinations that arithmetic allows. Model size not known
 either; 82M here.
-Cost: 14 runs x 20.97B tokens (20.48B at 64,000) = 3.3e20 FLOPs, 255 H100-hours at 36 % MFU; small: 1.4e19 FLOPs, 10.9 hours.
+Cost: 14 runs x 20.97B tokens (20.48B at 64,000) = 3.3e20 FLOPs, 255 H100-hours at 36 % MFU; small: 2.0e18 FLOPs, 1.6 hours.
 vanilla is fig7.py's: mkdir -p out/fig13 && cp -r out/fig7/vanilla out/fig13 saves that run.
-
-Small: no number of windows of 64,000 makes 1,024 x 2,048 tokens, so these runs set their own batch, which config/small.py
-does not change: 500 x 2.05M tokens each, 1.5 H100-hours. To leave them out, add
---runs=vanilla,svformer,gqa2,cla2,gqa8,cla2_gqa4,svformer_gqa4; for a long context that fits the small batch, add
---runs=vanilla,svformer,gqa2,cla2 --block_size=65536 --batch_size=1 --out_dir=out/fig13_65536.
 """
 out_dir = "out/fig13"
 

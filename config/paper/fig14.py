@@ -9,13 +9,8 @@ Paper: SVFormer is ahead at first and always overtaken, later the longer the len
 64,000 the crossing is extrapolated from the last 1,000 iterations. Curves only: no numbers.
 Our reading: lengths and batches are Table 3's. Late crossings are beyond these 10,000 iterations too, and to be extrapolated.
 The model size is not known to us; 82M here.
-Cost: 10 runs x 20.97B tokens (20.48B at 32,000 and 64,000) = 1.8e20 FLOPs, 138 H100-hours at 36 % MFU; small: 6.5e18 FLOPs,
-5.1 hours. The runs named vanilla are table3.py's: mkdir -p out/fig14 && cp -r out/table3/vanilla* out/fig14 saves them.
-
-Small: no number of windows of 32,000 and 64,000 makes 1,024 x 2,048 tokens, so these runs set their own batch, which
-config/small.py does not change: 500 x 2.05M tokens each, 1 and 1.5 H100-hours. To leave them out, add
---runs=vanilla,svformer,vanilla_512,svformer_512,vanilla_8192,svformer_8192; for a long context that fits the small batch, add
---runs=vanilla,svformer --block_size=65536 --batch_size=1 --out_dir=out/fig14_65536.
+Cost: 10 runs x 20.97B tokens (20.48B at 32,000 and 64,000) = 1.8e20 FLOPs, 138 H100-hours at 36 % MFU; small: 1.1e18 FLOPs,
+0.9 hours. The runs named vanilla are table3.py's: mkdir -p out/fig14 && cp -r out/table3/vanilla* out/fig14 saves them.
 """
 out_dir = "out/fig14"
 

@@ -9,13 +9,8 @@ Paper: 4,096, 1,024, 256, 64 and 32 windows per iteration: 2.10M tokens, 2.05M a
 vanilla at every length (curves only). At 2,048 its validation loss is 2.7117, vanilla's 2.7389; none is known for the other
 lengths.
 Our reading: RoPE's theta stays 10,000 throughout. The model size of these curves is not known to us; 82M here.
-Cost: 10 runs x 20.97B tokens (20.48B at 32,000 and 64,000) = 1.8e20 FLOPs, 139 H100-hours at 36 % MFU; small: 6.5e18 FLOPs,
-5.1 hours.
-
-Small: no number of windows of 32,000 and 64,000 makes 1,024 x 2,048 tokens, so these runs set their own batch, which
-config/small.py does not change: 500 x 2.05M tokens each, 1 and 1.5 H100-hours. To leave them out, add
---runs=vanilla,resformer,vanilla_512,resformer_512,vanilla_8192,resformer_8192; for a long context that fits the small batch,
-add --runs=vanilla,resformer --block_size=65536 --batch_size=1 --out_dir=out/table3_65536.
+Cost: 10 runs x 20.97B tokens (20.48B at 32,000 and 64,000) = 1.8e20 FLOPs, 139 H100-hours at 36 % MFU; small: 1.1e18 FLOPs,
+0.9 hours.
 """
 out_dir = "out/table3"
 
