@@ -22,6 +22,7 @@ from typing import Literal, get_args, get_origin
 import torch
 import torch.nn as nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 CHECKPOINT_VERSION = 1
@@ -211,6 +212,13 @@ def rotate(x, rope):
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(x)
 
 
+def split_heads(y, widths, head_dim, rope):
+    """{t: (B, width / head_dim, T, head_dim)} of y (B, T, sum of widths), the queries and keys turned by RoPE."""
+    heads = {t: part.unflatten(-1, (-1, head_dim)).transpose(1, 2)
+             for t, part in zip(widths, y.split(list(widths.values()), dim=-1))}
+    return {t: part if t == "v" else rotate(part, rope) for t, part in heads.items()}
+
+
 class ValueMix(nn.Module):
     """The weights λ_{n,i} of V'_n = Σ_i λ_{n,i} V_i. They are vectors, so weight decay leaves them alone."""
 
@@ -277,19 +285,21 @@ class Attention(nn.Module):
         self.c_attn = nn.Linear(config.n_embd, sum(self.own.values()), bias=False) if self.own else None
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
         self.dropout = nn.Dropout(config.dropout)
+        self.split_heads = split_heads  # train.py may set an equal, faster one (kernels.py)
         crosses = config.cross_layer and layer > 1 and config.source_layer(layer) < layer
         self.cross = config.source_layer(layer) if crosses else 0  # the other layer of Eq 2; 0: none
         self.probe = None  # analyses may set a function here, called with (layer, {name: tensor}) in each forward pass
 
     def forward(self, x, seen, mix, rope, cache=None, mask=None):
         """
-        x (B, T, C); seen[t][m]: layer m's raw projection t, flat (B, T, width); mix: this layer's row of λ or None.
-        Returns the output (B, T, C) and this layer's {t: raw projection} for later layers.
+        x (B, T, C); seen[t][m]: layer m's raw projection t, (B, heads, T, hd); mix: this layer's row of λ or None.
+        Returns the output (B, T, C) and this layer's {t: raw projection} for later layers. Queries and keys are raw after
+        RoPE: it turns all layers' alike, so they can be shared and averaged as well after it as before.
         """
         B, T, C = x.shape
         if self.mixed["x"]:
             x = (x + seen["x"][1]) / 2
-        own = dict(zip(self.own, self.c_attn(x).split(list(self.own.values()), dim=-1))) if self.own else {}
+        own = self.split_heads(self.c_attn(x), self.own, self.head_dim, rope) if self.own else {}
         raw = {t: own[t] if t in own else seen[t][self.take[t]] for t in "qkv"}  # SVFormer (Eq 10): v is V_1
         q, k, v = raw["q"], raw["k"], raw["v"]
         if mix:
@@ -298,22 +308,19 @@ class Attention(nn.Module):
             q = (q + seen["q"][1]) / 2
         if self.mixed["k"]:
             k = (k + seen["k"][1]) / 2
-        flat_v = v
-        q, k, v = self.heads(q), self.heads(k), self.heads(v)  # (B, heads, T, hd)
-        q, k = rotate(q, rope), rotate(k, rope)
+        mixed = v
         if cache is not None:
             k, v = cache.update(self.layer, k, v)  # (B, kv_heads, S, hd)
         if self.cross:  # Eq 2: one softmax over both layers' keys
-            k2, v2 = cache.read(self.cross) if cache is not None else (
-                rotate(self.heads(seen["k"][self.cross]), rope), self.heads(seen["v"][self.cross]))
+            k2, v2 = cache.read(self.cross) if cache is not None else (seen["k"][self.cross], seen["v"][self.cross])
             mask = causal(T, k.size(2), x.device) if mask is None else mask
             k, v, mask = torch.cat((k, k2), 2), torch.cat((v, v2), 2), torch.cat((mask, mask), -1)
         y, weights = self.attend(q, k, v, mask, seen["a"].get(1))
-        y = y.transpose(1, 2).reshape(B, T, C)
         if self.config.neutreno and self.layer > 1:  # Eq 8, with the mixed value when there is one
-            y = y + self.config.neutreno * self.full_width(seen["v"][1] - flat_v)
+            y = y + self.config.neutreno * self.all_heads(seen["v"][1] - mixed)
         if self.config.identity_mapping and self.layer > 1:  # Eq 6
-            y = y + self.full_width(weighted({i: 1 / (self.layer - 1) for i in range(1, self.layer)}, seen["v"]))
+            y = y + self.all_heads(weighted({i: 1 / (self.layer - 1) for i in range(1, self.layer)}, seen["v"]))
+        y = y.transpose(1, 2).reshape(B, T, C)
         if self.probe is not None:
             self.probe(self.layer, {"x": x, "q": q, "k": k, "v": v, "raw_v": raw["v"], "y": y})
         return self.dropout(self.c_proj(y)), {**raw, "x": x, "a": weights}
@@ -325,20 +332,15 @@ class Attention(nn.Module):
             return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and q.size(2) > 1,
                                                   dropout_p=p, enable_gqa=gqa), None
         if gqa:
-            k, v = (t.repeat_interleave(q.size(1) // t.size(1), dim=1) for t in (k, v))
+            k, v = self.all_heads(k), self.all_heads(v)
         mask = causal(q.size(2), k.size(2), q.device) if mask is None else mask
         own = (q @ k.transpose(2, 3) / math.sqrt(self.head_dim)).masked_fill(~mask, -math.inf).softmax(-1)
         weights = own if first is None else (own + first) / 2
         return F.dropout(weights, p).to(v.dtype) @ v, own
 
-    def heads(self, t):
-        return t.view(*t.shape[:2], -1, self.head_dim).transpose(1, 2)
-
-    def full_width(self, v):
-        """Values of kv_heads, flat, repeated to n_head: (B, T, C), as attention's output sees them under GQA."""
-        B, T, _ = v.shape
-        group = self.config.n_head // self.config.kv_heads
-        return v.view(B, T, -1, 1, self.head_dim).expand(-1, -1, -1, group, -1).reshape(B, T, -1)
+    def all_heads(self, v):
+        """Values (B, kv_heads, T, hd) as every query head of its group sees them: (B, n_head, T, hd)."""
+        return v.repeat_interleave(self.config.n_head // self.config.kv_heads, dim=1)
 
 
 class MLP(nn.Module):
@@ -382,6 +384,12 @@ class KVCache:
         self.buffers = {(t, n): torch.zeros(shape, device=device, dtype=dtype)
                         for (t, n), slot in self.slots.items() if slot == n}
         self.length = 0  # tokens held; GPT.features advances it once all layers have written
+        self.at = None  # a tensor (1,), the column to write next, where shapes must not change with the length (CompiledStep)
+
+    @property
+    def size(self):
+        """Tokens that fit."""
+        return next(iter(self.buffers.values())).size(2)
 
     @property
     def nbytes(self):
@@ -390,15 +398,18 @@ class KVCache:
 
     def update(self, layer, k, v):
         """Store the new tokens' k and v, unless an earlier layer did, and return those of all tokens so far."""
-        end = self.length + k.size(2)
+        self.end = self.length + k.size(2) if self.at is None else None
         for t, new in (("k", k), ("v", v)):
-            if self.slots[t, layer] == layer:
-                self.buffers[t, layer][:, :, self.length:end] = new
-        return self.read(layer, end)
+            if self.slots[t, layer] != layer:
+                continue
+            if self.at is None:
+                self.buffers[t, layer][:, :, self.length:self.end] = new
+            else:
+                self.buffers[t, layer].index_copy_(2, self.at, new.to(self.buffers[t, layer].dtype))
+        return self.read(layer)
 
-    def read(self, layer, end=None):
-        """k, v of a layer; without end: including the tokens now being processed."""
-        self.end = end or self.end
+    def read(self, layer):
+        """k, v of a layer, with the tokens now being processed; with a fixed shape (at) also the columns not yet written."""
         return [self.buffers[t, self.slots[t, layer]][:, :, :self.end] for t in "kv"]
 
 
@@ -429,6 +440,8 @@ class GPT(nn.Module):
         # DenseFormer: block n (from 1) has n + 1 weights, for the embedding and the n block outputs
         self.alpha = nn.Parameter(torch.empty(config.n_layer * (config.n_layer + 3) // 2)) if config.denseformer else None
         self.activation_checkpointing = False  # train.py may set it: recompute blocks in the backward pass
+        self.head_loss = head_loss  # train.py may set an equal, faster one (kernels.py)
+        self.stream = None  # dtype of the residual stream; None: the embedding's
         L = config.n_layer
         reads = {n: {(t, m) for t in "qkv" for m in [config.take(t, n), *config.sources(t, n)]}
                  | {("x", m) for m in config.sources("x", n)}
@@ -488,19 +501,22 @@ class GPT(nn.Module):
         The normed hidden states (B, T, C) of token ids idx (B, T). With a cache, idx continues the tokens it holds.
         pad (B,): how many of the columns since the cache's first are left padding. Raises ValueError past block_size.
         """
-        T, start = idx.size(1), cache.length if cache is not None else 0
+        T, fixed = idx.size(1), cache is not None and cache.at is not None
+        start = cache.length if cache is not None and not fixed else 0
         if start + T > self.config.block_size:
             raise ValueError(f"{start + T} tokens do not fit block_size={self.config.block_size}")
         mask, rope = None, (self.cos[start:start + T], self.sin[start:start + T])
-        if pad is not None or (start and T > 1):
+        if start and T > 1 and pad is None:
             mask = causal(T, start + T, idx.device)
         if pad is not None:
-            i, j = torch.arange(start, start + T, device=idx.device), torch.arange(start + T, device=idx.device)
+            i = cache.at if fixed else torch.arange(start, start + T, device=idx.device)
+            j = torch.arange(cache.size if fixed else start + T, device=idx.device)
+            mask = i[:, None] >= j
             at = (i - pad[:, None]).clamp(min=0)
             rope = self.cos[at][:, None], self.sin[at][:, None]  # (B, 1, T, hd/2)
             own = i[:, None] == j  # a padded query sees itself, since a softmax over nothing is not a number
             mask = (mask & ((j >= pad[:, None])[:, None] | own))[:, None]  # (B, 1, T, S)
-        x = self.transformer.drop(self.transformer.wte(idx))
+        x = self.transformer.drop(self.transformer.wte(idx)).to(self.stream)
         table = self.value_mix() if self.value_mix is not None else {}
         seen, outputs, at = {t: {} for t in "xqkva"}, {0: x}, 0
         for n, block in enumerate(self.transformer.h, 1):
@@ -515,7 +531,7 @@ class GPT(nn.Module):
                 outputs[n] = x
                 x = weighted(dict(enumerate(self.alpha[at:at + n + 1])), outputs)
                 at += n + 1
-        if cache is not None:
+        if cache is not None and not fixed:
             cache.length += T
         return self.transformer.ln_f(x)
 
@@ -524,10 +540,10 @@ class GPT(nn.Module):
         idx, targets (B, T) token ids. Without targets: logits (B, T, vocab_size) and None. With targets: None and the
         mean cross-entropy in nats over the targets that are not -100 (the logits are withheld to save their memory).
         """
-        logits = self.lm_head(self.features(idx))
+        x = self.features(idx)
         if targets is None:
-            return logits, None
-        return None, F.cross_entropy(logits.flatten(0, 1), targets.reshape(-1))
+            return self.lm_head(x), None
+        return None, self.head_loss(x, self.lm_head.weight, targets)
 
     def num_params(self, non_embedding=False):
         """All parameters, or those outside the token embedding and the head."""
@@ -563,18 +579,23 @@ class GPT(nn.Module):
             dtype = torch.get_autocast_dtype(device.type) if on else weight.dtype
         return KVCache(self.config, batch_size, length, device, dtype)
 
+    def step(self, idx, cache, pad, n_vocab, noise, temperature, top_k, top_p):
+        """The next token ids (B,) after idx (B, T), below n_vocab; the other arguments are those of features and sample."""
+        logits = self.lm_head(self.features(idx, cache, pad)[:, -1])
+        return sample(logits[:, :n_vocab].float(), temperature, top_k, top_p, noise=noise)
+
     @torch.no_grad()
     def stream(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, lengths=None, n_vocab=None, seed=None,
-               use_cache=True):
+               use_cache=True, compile=False):
         """
         Yields the next token ids (B,) one step at a time. idx (B, T): prompts; rows shorter than T are padded on the left
         and lengths (B,) says how long each is. temperature 0 is greedy; top_k None or 0 and top_p None or 1 are off; ids
         from n_vocab (the tokenizer's size) on are never sampled. Only the last block_size tokens of a prompt are seen
-        (a warning says so); when a row's context is full, its last block_size // 2 tokens are processed anew.
+        (a warning says so); when a row's context is full, its last block_size // 2 tokens are processed anew. compile: a
+        CompiledStep makes the tokens, which takes a minute to build and then is many times faster on a GPU.
         Raises ValueError for bad arguments.
         """
         (B, T), c, device = idx.shape, self.config, idx.device
-        n_vocab = min(n_vocab or c.vocab_size, c.vocab_size)
         for wrong, reason in [
             (T < 1, "the prompt is empty: give at least one token"),
             (temperature < 0, f"temperature={temperature}: expected 0 (greedy) or more"),
@@ -596,15 +617,16 @@ class GPT(nn.Module):
         # each row's first column of out that is in its context; its context is full when it holds block_size tokens
         starts = [max(p, T - c.block_size) for p in (pad.tolist() if pad is not None else [0] * B)]
         cache = self.kv_cache(B, min(c.block_size, T + max_new_tokens)) if use_cache else None
+        n_vocab, step = min(n_vocab or c.vocab_size, c.vocab_size), CompiledStep(self) if compile and use_cache else self.step
         for end in range(T, T + max_new_tokens):
             moved = [end - max(1, c.block_size // 2) if end - s > c.block_size else s for s in starts]
             if moved != starts and cache is not None:
                 cache.length = 0
             starts, first = moved, min(moved)
             pad = torch.tensor(starts, device=device) - first if max(starts) > first else None
-            x = self.features(out[:, first + (cache.length if cache is not None else 0):end], cache, pad)
-            logits = self.lm_head(x[:, -1])
-            out[:, end] = sample(logits[:, :n_vocab].float(), temperature, top_k, top_p, generator)
+            context = out[:, first + (cache.length if cache is not None else 0):end]
+            noise = exponential(B, n_vocab, device, generator) if temperature else None
+            out[:, end] = step(context, cache, pad, n_vocab, noise, temperature, top_k, top_p)
             yield out[:, end]
 
     def generate(self, idx, max_new_tokens, *args, **kwargs):
@@ -623,6 +645,11 @@ def usable_device(name):
     except (RuntimeError, AssertionError) as e:
         raise ValueError(f"not usable here ({str(e).splitlines()[0]}); try --device=cpu") from None
     return name
+
+
+def head_loss(x, weight, targets):
+    """Mean cross-entropy in nats of logits x @ weight.T; x (B, T, C), weight (vocab_size, C), targets (B, T), -100: ignored."""
+    return F.cross_entropy(F.linear(x, weight).flatten(0, 1), targets.reshape(-1))
 
 
 def load_checkpoint(path):
@@ -664,8 +691,16 @@ def from_checkpoint(ckpt):
     return model.eval()
 
 
-def sample(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
-    """Token ids (B,) drawn from float32 logits (B, n_vocab); temperature 0 takes the largest."""
+def exponential(B, n_vocab, device, generator=None):
+    """Noise for sample, (B, n_vocab): independent, standard exponential."""
+    return torch.empty(B, n_vocab, device=device).exponential_(generator=generator)
+
+
+def sample(logits, temperature=1.0, top_k=None, top_p=None, generator=None, noise=None):
+    """
+    Token ids (B,) drawn from float32 logits (B, n_vocab); temperature 0 takes the largest. The draw is a race: with
+    exponential noise, the largest p_i / noise_i is token i's with probability p_i.
+    """
     if temperature == 0:
         return logits.argmax(-1)
     # at most 0, so that no temperature overflows; one too small for float32 is as good as the smallest that is not
@@ -676,6 +711,54 @@ def sample(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
     probs = logits.softmax(-1)
     if top_p is not None and top_p < 1:
         ordered, ids = probs.sort(-1, descending=True)
-        ordered[ordered.cumsum(-1) - ordered >= top_p] = 0  # the smallest set whose probability reaches top_p
+        ordered = ordered.masked_fill(ordered.cumsum(-1) - ordered >= top_p, 0)  # the smallest set that reaches top_p
         probs = torch.zeros_like(probs).scatter(-1, ids, ordered)
-    return torch.multinomial(probs, 1, generator=generator)[:, 0]
+    noise = exponential(*logits.shape, logits.device, generator) if noise is None else noise
+    return (probs / noise).argmax(-1)
+
+
+class CompiledStep:
+    """
+    GPT.step for one new token of each row, in shapes that never change: compiled, and on CUDA recorded as a graph, so that a
+    token costs one launch. Longer inputs (a prompt) go through GPT.step itself.
+    """
+
+    def __init__(self, model):
+        self.model, self.compiled, self.graph = model, None, None
+
+    def __call__(self, idx, cache, pad, n_vocab, noise, temperature, top_k, top_p):
+        if idx.size(1) > 1 or not cache.length:
+            cache.at = None
+            return self.model.step(idx, cache, pad, n_vocab, noise, temperature, top_k, top_p)
+        if self.compiled is None:
+            self.at, self.idx = torch.zeros(1, dtype=torch.int64, device=idx.device), idx.clone()
+            self.pad, self.noise = torch.zeros_like(idx[:, 0]), None if noise is None else noise.clone()
+            # cuBLAS is slow for a single row, so the compiler may choose its own kernels and tune them
+            tune = {"coordinate_descent_tuning": True} if idx.is_cuda else None
+            self.compiled = torch.compile(self.model.step, fullgraph=True, dynamic=False, options=tune)
+        cache.at = self.at.fill_(cache.length)
+        self.idx.copy_(idx)
+        self.pad.copy_(torch.zeros_like(self.pad) if pad is None else pad)
+        if noise is not None:
+            self.noise.copy_(noise)
+        cache.length += 1
+        args = (self.idx, cache, self.pad, n_vocab, self.noise, temperature, top_k, top_p)
+        if not idx.is_cuda:
+            with torch._dynamo.config.patch(recompile_limit=64):  # of one process, for all the shapes and models it decodes
+                return self.compiled(*args)
+        if self.graph is None:
+            self.record(args)
+        self.graph.replay()
+        return self.out
+
+    def record(self, args):
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        # the explicit attention is the one that the compiler can fuse and split over a single row's keys
+        with torch.cuda.stream(side), torch._dynamo.config.patch(recompile_limit=64), sdpa_kernel(SDPBackend.MATH):
+            for _ in range(3):  # compiles, and settles what must not happen while recording
+                self.compiled(*args)
+        torch.cuda.current_stream().wait_stream(side)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph), sdpa_kernel(SDPBackend.MATH):
+            self.out = self.compiled(*args)

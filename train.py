@@ -30,7 +30,9 @@ from typing import Literal
 
 import numpy as np
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import kernels
 import prepare
 from analysis import plot
 from configurator import UserError, at_least, command, configure, override
@@ -78,6 +80,7 @@ class Config(GPTConfig):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: bfloat16 on CUDA that has it, else float32
     compile: bool | Literal["auto"] = "auto"  # torch.compile; auto: on CUDA only
     backend: Literal["auto", "nccl", "gloo"] = "auto"  # of torch.distributed; auto: nccl on CUDA, gloo on a CPU
+    fast: bool = True  # on CUDA: the loss of kernels.py and cuDNN's attention; False: the plain paths they are equal to
     activation_checkpointing: bool = False  # recompute each block in the backward pass: less memory, about a third slower
 
 
@@ -247,11 +250,29 @@ def micro_batches(config, world):
     return micro, each // micro
 
 
-def autocast(config):
+@contextlib.contextmanager
+def precision(config):
+    """How forward passes are computed: autocast, and on CUDA the fastest attention that fits, cuDNN's where it is there."""
     device_type = torch.device(config.device).type
-    if config.dtype == "float32":
-        return contextlib.nullcontext()
-    return torch.autocast(device_type, getattr(torch, config.dtype))
+    order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    with contextlib.ExitStack() as stack:
+        if config.dtype != "float32":
+            stack.enter_context(torch.autocast(device_type, getattr(torch, config.dtype)))
+        if device_type == "cuda" and config.fast:
+            stack.enter_context(sdpa_kernel(order, set_priority=True))
+        yield
+
+
+def build(config, shape):
+    """The GPT of a resolved config on its device, with the fast paths that it allows there."""
+    model = GPT(shape, config.seed).to(config.device)
+    model.activation_checkpointing = config.activation_checkpointing
+    if config.fast and config.device.startswith("cuda") and config.dtype != "float16" and kernels.triton:
+        model.head_loss = kernels.head_loss  # float16 needs its scaled gradients rounded late, as the plain loss does
+        model.stream = torch.bfloat16 if config.dtype == "bfloat16" else None
+        for block in model.transformer.h:
+            block.attn.split_heads = kernels.split_heads
+    return model
 
 
 def checked_model_config(config, vocab_size):
@@ -429,14 +450,12 @@ class Run:
         self.micro_batch, self.micro_steps = micro_batches(config, world)
         self.iter, self.val_loss, self.bad = 0, None, 0
         ckpt = self.load()
-        self.model = GPT(self.shape, config.seed)
+        self.model = build(config, self.shape)
         if ckpt:
             try:
                 self.model.restore(ckpt["model"])
             except ValueError as e:
                 raise UserError(f"{self.path}: {e}") from None
-        self.model.to(self.device)
-        self.model.activation_checkpointing = config.activation_checkpointing
         self.optimizer = self.model.configure_optimizers(config.weight_decay, config.learning_rate,
                                                          (config.beta1, config.beta2), config.value_lr_scale)
         self.scaler = torch.amp.GradScaler("cuda") if config.dtype == "float16" else None
@@ -621,7 +640,7 @@ class Run:
                 ids = torch.from_numpy(b.read(np.resize(part, size), config.block_size)).to(self.device)
                 targets = ids[:, 1:].clone()
                 targets[len(part):] = -100
-                with autocast(config):
+                with precision(config):
                     _, loss = self.forward(ids[:, :-1], targets)
                 total += torch.tensor([loss.item() * len(part), len(part)], dtype=torch.float64)
             total = self.world.sum(total.to(self.device if self.device.type == "cuda" else "cpu"))
@@ -655,7 +674,7 @@ class Run:
             self.say("compiling the model (a minute or so) ...")
             try:
                 compiled = torch.compile(self.model)
-                with autocast(config):
+                with precision(config):
                     ids = torch.zeros(self.micro_batch, config.block_size + 1, dtype=torch.int64, device=self.device)
                     compiled(ids[:, :-1], ids[:, 1:])[1].backward()
                 self.forward = compiled
@@ -685,7 +704,7 @@ class Run:
             ids = self.loader(it, micro)
             last = micro == self.micro_steps - 1
             with contextlib.nullcontext() if last or not world.group else self.step_model.no_sync():
-                with autocast(config):
+                with precision(config):
                     _, loss = self.step_model(ids[:, :-1], ids[:, 1:])
                 loss = loss / self.micro_steps
                 (self.scaler.scale(loss) if self.scaler else loss).backward()

@@ -18,7 +18,7 @@ import torch
 
 import train
 from configurator import UserError, command, configure
-from model import GPT, KVCache
+from model import KVCache
 
 
 @dataclasses.dataclass
@@ -30,8 +30,7 @@ class Config(train.Config):
 def step_times(config):
     """(model, seconds of each timed step, seconds of compiling and warming up, peak bytes) of a resolved train.Config."""
     device = torch.device(config.device)
-    model = GPT(train.checked_model_config(config, config.vocab_size or 50304), config.seed).to(device)
-    model.activation_checkpointing = config.activation_checkpointing
+    model = train.build(config, train.checked_model_config(config, config.vocab_size or 50304))
     optimizer = model.configure_optimizers(config.weight_decay, config.learning_rate, (config.beta1, config.beta2))
     forward = torch.compile(model) if config.compile else model
     cuda = device.type == "cuda"
@@ -44,7 +43,7 @@ def step_times(config):
         if cuda:
             torch.cuda.synchronize()
         start = time.perf_counter()
-        with train.autocast(config):
+        with train.precision(config):
             _, loss = forward(ids[:, :-1], ids[:, 1:])
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or float("inf"))

@@ -1,0 +1,184 @@
+"""
+Fast paths of training on CUDA. Each has an equal plain path in model.py, to which tests hold it; nothing here changes what is
+computed, only how often memory is read.
+"""
+import torch
+from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # builds of torch without CUDA come without it
+    triton = None
+
+BLOCK, WARPS = 8192, 16  # logits at a time and warps of one row's program
+ROWS = 8192  # positions whose logits exist at a time: 0.8 GB in bfloat16 with gpt2's vocabulary
+
+if triton:
+    @triton.jit
+    def loss_kernel(logits, stride, targets, losses, scale, V, GRADS: tl.constexpr, BLOCK: tl.constexpr):
+        """
+        One row of logits per program: its cross-entropy, and with GRADS scale * (softmax - one-hot) in the logits' place.
+        The row is read twice, the second time from the cache, and written once.
+        """
+        row = tl.program_id(0).to(tl.int64)
+        target = tl.load(targets + row)
+        logits += row * stride
+        at_target = tl.load(logits + tl.maximum(target, 0)).to(tl.float32)  # before the sums, which wait for all threads
+        lanes = tl.arange(0, BLOCK)
+        if target < 0:  # ignored
+            tl.store(losses + row, 0.0)
+            if GRADS:
+                for start in range(0, V, BLOCK):
+                    tl.store(logits + start + lanes, 0.0, mask=start + lanes < V)
+            return
+        # a running maximum and sum for every 8 neighbours, which one thread loads at once; joined only at the end
+        eight = tl.arange(0, BLOCK // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
+        high = tl.full((BLOCK // 8,), -1e30, tl.float32)
+        total = tl.zeros((BLOCK // 8,), tl.float32)
+        for start in range(0, V, BLOCK):
+            x = tl.load(logits + start + eight, mask=start + eight < V, other=-1e30).to(tl.float32) * 1.4426950408889634
+            higher = tl.maximum(high, tl.max(x, 1))
+            total = total * tl.exp2(high - higher) + tl.sum(tl.exp2(x - higher[:, None]), 1)
+            high = higher
+        top = tl.max(high, 0)
+        lse = top + tl.log2(tl.sum(total * tl.exp2(high - top), 0))  # in bits
+        tl.store(losses + row, lse * 0.6931471805599453 - at_target)
+        if GRADS:
+            factor = tl.load(scale)
+            for start in range(0, V, BLOCK):
+                at = start + lanes
+                x = tl.load(logits + at, mask=at < V, other=0.0).to(tl.float32) * 1.4426950408889634
+                tl.store(logits + at, (tl.exp2(x - lse) - tl.where(at == target, 1.0, 0.0)) * factor, mask=at < V)
+
+    @triton.jit
+    def turn_kernel(source, sb, sh, st, to, tb, th, tt, cos, sin, T, HEADS, SIGN: tl.constexpr, HALF: tl.constexpr,
+                    PADDED: tl.constexpr, TOKENS: tl.constexpr):
+        """
+        RoPE from source to `to`, both (B, HEADS, T, 2 HALF) with those strides: by SIGN times the angle, or 0: a copy.
+        TOKENS tokens of one sequence per program; PADDED: HEADS or the next power of two.
+        """
+        t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)[:, None, None]
+        h = tl.arange(0, PADDED)[None, :, None]
+        j = tl.arange(0, HALF)[None, None, :]
+        inside = (t < T) & (h < HEADS)
+        source += tl.program_id(1).to(tl.int64) * sb + t * st + h * sh + j
+        to += tl.program_id(1).to(tl.int64) * tb + t * tt + h * th + j
+        a = tl.load(source, mask=inside)
+        b = tl.load(source + HALF, mask=inside)
+        if SIGN != 0:
+            c = tl.load(cos + t * HALF + j, mask=t < T)
+            s = tl.load(sin + t * HALF + j, mask=t < T) * SIGN
+            a32, b32 = a.to(tl.float32), b.to(tl.float32)
+            a, b = (a32 * c - b32 * s).to(a.dtype), (b32 * c + a32 * s).to(b.dtype)
+        tl.store(to, a, mask=inside)
+        tl.store(to + HALF, b, mask=inside)
+
+
+def turn(source, to, cos, sin, sign):
+    """RoPE of source into `to`, both (B, heads, T, hd), by sign times the angle (0: a copy)."""
+    B, heads, T, hd = source.shape
+    if source.stride(3) != 1:
+        source = source.contiguous()
+    tokens = 4
+    turn_kernel[(triton.cdiv(T, tokens), B)](
+        source, *source.stride()[:3], to, *to.stride()[:3], cos, sin, T, heads, SIGN=sign, HALF=hd // 2,
+        PADDED=triton.next_power_of_2(heads), TOKENS=tokens)
+
+
+class SplitHeads(torch.autograd.Function):
+    """model.split_heads: one pass forward, and one pass that writes the gradient of all parts at once."""
+
+    @staticmethod
+    def forward(ctx, y, cos, sin, widths, turned, hd):
+        ctx.save_for_backward(cos, sin)
+        ctx.turned, ctx.widths, ctx.hd = turned, widths, hd
+        out = []
+        for part, turns in zip(y.split(list(widths), dim=-1), turned):
+            part = part.unflatten(-1, (-1, hd))
+            if turns:
+                new = torch.empty_like(part, memory_format=torch.contiguous_format).transpose(1, 2)
+                turn(part.transpose(1, 2), new, cos, sin, 1)
+                out.append(new)
+            else:
+                out.append(part.transpose(1, 2))
+        return tuple(out)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        cos, sin = ctx.saved_tensors
+        B, _, T, _ = grads[0].shape
+        dy = torch.empty(B, T, sum(ctx.widths), dtype=grads[0].dtype, device=grads[0].device)
+        for part, grad, turns in zip(dy.split(list(ctx.widths), dim=-1), grads, ctx.turned):
+            turn(grad, part.unflatten(-1, (-1, ctx.hd)).transpose(1, 2), cos, sin, -1 if turns else 0)
+        return dy, None, None, None, None, None
+
+
+def split_heads(y, widths, head_dim, rope):
+    """model.split_heads, where all rows of the batch have the same positions."""
+    parts = SplitHeads.apply(y, *rope, tuple(widths.values()), tuple(t != "v" for t in widths), head_dim)
+    return dict(zip(widths, parts))
+
+
+def loss_and_grads(logits, targets, losses, scale, grads):
+    """losses (N,) of logits (N, V), and with grads the logits' gradients times scale (0-d) in their place."""
+    loss_kernel[(logits.size(0),)](logits, logits.stride(0), targets, losses, scale, logits.size(1), grads, BLOCK=BLOCK,
+                                   num_warps=WARPS)
+
+
+def add_product(total, a, b):
+    """total += a @ b, with a float32 total of factors of any type."""
+    if a.dtype == torch.float32:
+        total.addmm_(a, b)
+    else:
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+
+
+@torch.library.custom_op("nanoresformer::head_loss", mutates_args=())
+def head_loss_op(x: Tensor, weight: Tensor, targets: Tensor, grads: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """
+    Mean cross-entropy of x @ weight.T (x (N, C), weight (V, C), targets (N,)) and, with grads, its gradients to x and weight,
+    made in the same pass, ROWS positions at a time: the logits are never whole in memory.
+    """
+    losses = torch.empty(x.size(0), device=x.device)
+    scale = 1 / (targets >= 0).sum()
+    dx = torch.empty_like(x) if grads else x.new_empty(0)
+    dw = torch.zeros(weight.shape, device=x.device) if grads else losses.new_empty(0)  # float32: a sum over the parts
+    for start in range(0, x.size(0), ROWS):
+        part = slice(start, start + ROWS)
+        logits = x[part] @ weight.T
+        loss_and_grads(logits, targets[part], losses[part], scale, grads)
+        if grads:
+            torch.mm(logits, weight, out=dx[part])
+            add_product(dw, logits.T, x[part])
+    return losses.sum() * scale, dx, dw
+
+
+@head_loss_op.register_fake
+def _(x, weight, targets, grads):
+    float32 = dict(dtype=torch.float32)
+    return (x.new_empty((), **float32), torch.empty_like(x) if grads else x.new_empty(0),
+            torch.empty_like(weight, **float32) if grads else x.new_empty(0, **float32))
+
+
+def keep_grads(ctx, inputs, output):
+    ctx.save_for_backward(output[1], output[2])
+    ctx.dtype = inputs[1].dtype
+    ctx.set_materialize_grads(False)
+
+
+def scale_grads(ctx, g, *_):
+    dx, dw = ctx.saved_tensors
+    return (dx * g).to(dx.dtype), (dw * g).to(ctx.dtype), None, None
+
+
+head_loss_op.register_autograd(scale_grads, setup_context=keep_grads)
+
+
+def head_loss(x, weight, targets):
+    """model.head_loss, for CUDA in float32 or under bfloat16 autocast."""
+    if torch.is_autocast_enabled("cuda"):
+        dtype = torch.get_autocast_dtype("cuda")
+        x, weight = x.to(dtype), weight.to(dtype)
+    grads = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    return head_loss_op(x.flatten(0, 1), weight, targets.reshape(-1), grads)[0]
