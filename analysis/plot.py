@@ -14,6 +14,7 @@ def draw(path, panels, title="", caption=""):
         zero     True: a line at 0
         log      which axes are logarithmic: "", "x", "y" or "xy"
         marks    True: points on the lines
+        whole    True: ticks of x at whole numbers only, such as layers
         bands    {name: (xs, low, high)}: a shaded band in the name's colour
     caption: what to look for, below all.
     """
@@ -33,6 +34,8 @@ def draw(path, panels, title="", caption=""):
             axes.set_xscale("log")
         if "y" in panel.get("log", ""):
             axes.set_yscale("log")
+        if panel.get("whole"):
+            axes.xaxis.get_major_locator().set_params(integer=True)
         if names:
             axes.legend(fontsize=8)
         axes.set_xlabel(panel["x"])
