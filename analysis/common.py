@@ -50,11 +50,13 @@ class Run:
         self.path = path
         self.name = os.path.relpath(path, root) if os.path.abspath(path) != os.path.abspath(root) else \
             os.path.basename(os.path.abspath(path))
-        self.system = re.sub(r"[/\\]?seed\d+$", "", self.name) or self.name
+        self.system = re.sub(r"[/\\]?seed\d+$", "", self.name) or os.path.basename(os.path.dirname(os.path.abspath(path)))
         file = os.path.join(path, "config.json")
         try:
             with open(file, encoding="utf-8") as f:
                 self.config = json.load(f)
+            if "comparable" not in self.config:
+                raise ValueError("it has no 'comparable'")
             known = {f.name: self.config[f.name] for f in dataclasses.fields(GPTConfig) if f.name in self.config}
             self.shape = GPTConfig(**known)
             self.shape.check()
@@ -63,6 +65,9 @@ class Run:
 
     @property
     def log(self):
+        if not os.path.exists(os.path.join(self.path, "log.jsonl")):
+            raise UserError(f"{self.path}/log.jsonl: missing; expected train.py's record beside config.json: restore it, or "
+                            "leave this run out")
         return train.read_log(self.path)
 
     def checkpoint(self):

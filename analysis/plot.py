@@ -3,6 +3,7 @@ import matplotlib
 
 matplotlib.use("Agg")  # files only: no screen is needed
 from matplotlib.figure import Figure  # noqa: E402
+from matplotlib.ticker import AutoLocator, EngFormatter, LogLocator, MaxNLocator, NullFormatter  # noqa: E402
 
 
 def draw(path, panels, title="", caption=""):
@@ -13,9 +14,11 @@ def draw(path, panels, title="", caption=""):
         title    above the panel
         zero     True: a line at 0
         log      which axes are logarithmic: "", "x", "y" or "xy"
+        whole    True: x is a whole number, such as a layer
         marks    True: points on the lines
         whole    True: ticks of x at whole numbers only, such as layers
         bands    {name: (xs, low, high)}: a shaded band in the name's colour
+        points   {name: (xs, ys)}: points in the name's colour, apart from its line
     caption: what to look for, below all.
     """
     figure = Figure(figsize=(8 if len(panels) == 1 else 4.8 * len(panels), 5), dpi=120, layout="constrained")
@@ -30,8 +33,15 @@ def draw(path, panels, title="", caption=""):
                           markersize=3.5)
             if name in panel.get("bands", {}):
                 axes.fill_between(*panel["bands"][name], color=look["color"], alpha=0.2, linewidth=0)
+            if name in panel.get("points", {}):
+                axes.plot(*panel["points"][name], color=look["color"], linestyle="", marker="o", markersize=4)
         if "x" in panel.get("log", ""):
             axes.set_xscale("log")
+            axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))  # few labels, which don't overlap: 200M, 500M, 1G
+            axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+            axes.xaxis.set_minor_formatter(NullFormatter())
+        elif isinstance(axes.xaxis.get_major_locator(), AutoLocator):  # names as x have their own
+            axes.xaxis.set_major_locator(MaxNLocator(7, steps=(1, 2, 5, 10), integer=panel.get("whole", False)))
         if "y" in panel.get("log", ""):
             axes.set_yscale("log")
         if panel.get("whole"):
