@@ -322,7 +322,7 @@ class Attention(nn.Module):
             y = y + self.all_heads(weighted({i: 1 / (self.layer - 1) for i in range(1, self.layer)}, seen["v"]))
         y = y.transpose(1, 2).reshape(B, T, C)
         if self.probe is not None:
-            self.probe(self.layer, {"x": x, "q": q, "k": k, "v": v, "raw_v": raw["v"], "y": y})
+            self.probe(self.layer, {"x": x, "q": q, "k": k, "v": v, "raw_v": raw["v"].transpose(1, 2).flatten(2), "y": y})
         return self.dropout(self.c_proj(y)), {**raw, "x": x, "a": weights}
 
     def attend(self, q, k, v, mask, first=None):
@@ -441,7 +441,7 @@ class GPT(nn.Module):
         self.alpha = nn.Parameter(torch.empty(config.n_layer * (config.n_layer + 3) // 2)) if config.denseformer else None
         self.activation_checkpointing = False  # train.py may set it: recompute blocks in the backward pass
         self.head_loss = head_loss  # train.py may set an equal, faster one (kernels.py)
-        self.stream = None  # dtype of the residual stream; None: the embedding's
+        self.stream_dtype = None  # dtype of the residual stream; None: the embedding's
         L = config.n_layer
         reads = {n: {(t, m) for t in "qkv" for m in [config.take(t, n), *config.sources(t, n)]}
                  | {("x", m) for m in config.sources("x", n)}
@@ -516,7 +516,7 @@ class GPT(nn.Module):
             rope = self.cos[at][:, None], self.sin[at][:, None]  # (B, 1, T, hd/2)
             own = i[:, None] == j  # a padded query sees itself, since a softmax over nothing is not a number
             mask = (mask & ((j >= pad[:, None])[:, None] | own))[:, None]  # (B, 1, T, S)
-        x = self.transformer.drop(self.transformer.wte(idx)).to(self.stream)
+        x = self.transformer.drop(self.transformer.wte(idx)).to(self.stream_dtype or self.transformer.wte.weight.dtype)
         table = self.value_mix() if self.value_mix is not None else {}
         seen, outputs, at = {t: {} for t in "xqkva"}, {0: x}, 0
         for n, block in enumerate(self.transformer.h, 1):

@@ -269,7 +269,7 @@ def build(config, shape):
     model.activation_checkpointing = config.activation_checkpointing
     if config.fast and config.device.startswith("cuda") and config.dtype != "float16" and kernels.triton:
         model.head_loss = kernels.head_loss  # float16 needs its scaled gradients rounded late, as the plain loss does
-        model.stream = torch.bfloat16 if config.dtype == "bfloat16" else None
+        model.stream_dtype = torch.bfloat16 if config.dtype == "bfloat16" else None
         for block in model.transformer.h:
             block.attn.split_heads = kernels.split_heads
     return model

@@ -117,7 +117,7 @@ def walk_gpt(config, model, data, visit, desc=""):
             block.attn.probe = probe
         try:
             for ids in common.windows(config, data, desc):
-                with train.autocast(config):
+                with train.precision(config):
                     model.features(ids)
         finally:
             for block in model.transformer.h:
