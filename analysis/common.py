@@ -31,6 +31,7 @@ class Options:
 
 @dataclass
 class ModelOptions(Options):
+    fewest_sequences = 1  # an analysis for which --sequences=0 means all sets 0 (no annotation: not an option)
     data: str = ""  # the folder of bins to read; empty: the one that each run was trained on
     bin: str = "val"  # the validation bin: val, or the name of a source
     sequences: int = 64  # windows, spread evenly over the bin
@@ -91,7 +92,8 @@ def find_runs(paths):
     """The runs in these folders, or below them, in order. Raises UserError for a path that holds none."""
     found = []
     for path in paths:
-        below = [folder for folder, _, files in sorted(os.walk(path)) if "config.json" in files]
+        below = [folder for folder, _, files in sorted(os.walk(path))
+                 if "config.json" in files and "generation_config.json" not in files]  # that would be an exported Llama
         if not below:
             problem = "no such folder" if not os.path.exists(path) else "no run in it: config.json is missing"
             raise UserError(f"{path}: {problem}; expected a folder that train.py wrote to")
@@ -102,6 +104,17 @@ def find_runs(paths):
         below.sort(key=lambda folder: order.get(os.path.relpath(folder, path).split(os.sep)[0], len(order)))
         found += [folder for folder in below if folder not in found]
     return [Run(path, common_folder(found)) for path in found]
+
+
+def trained(runs):
+    """The runs that have a checkpoint; the others are named and left out. Raises UserError when none is left."""
+    found = [r for r in runs if os.path.exists(os.path.join(r.path, "ckpt.pt"))]
+    for run in runs:
+        if run not in found:
+            skip(run, "it has no ckpt.pt yet; train.py writes one at each evaluation")
+    if not found:
+        raise UserError("none of these runs has a checkpoint: train first, or give other folders")
+    return found
 
 
 def common_folder(paths):
@@ -117,17 +130,23 @@ def arguments(Config, argv, needs_runs=True):
         raise UserError("give at least one run folder, such as out/quickstart; --help lists the options")
     runs = find_runs(paths)
     if isinstance(config, ModelOptions):
-        at_least(config, 1, "sequences", "batch_size")
+        at_least(config, config.fewest_sequences, "sequences")
+        at_least(config, 1, "batch_size")
         at_least(config, 0, "length")
-        try:
-            device = usable_device(config.device)
-        except ValueError as e:
-            raise UserError(f"--device={config.device}: {e}") from None
+        device = checked_device(config)
         blocks = [r.shape.block_size for r in runs]
         if runs and config.length > min(blocks):
             raise UserError(f"--length={config.length}: the runs' shortest block_size is {min(blocks)}; give at most that")
         config = dataclasses.replace(config, device=device, length=config.length or min(blocks, default=0))
     return config, runs
+
+
+def checked_device(config):
+    """The device that --device stands for here. Raises UserError."""
+    try:
+        return usable_device(config.device)
+    except ValueError as e:
+        raise UserError(f"--device={config.device}: {e}") from None
 
 
 def windows(config, data, desc="", bins=None):

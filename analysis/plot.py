@@ -9,7 +9,7 @@ from matplotlib.ticker import AutoLocator, EngFormatter, LogLocator, MaxNLocator
 def draw(path, panels, title="", caption=""):
     """
     A picture of panels side by side, each a dict:
-        series   {name: [(xs, ys), ...]}: one line per repetition (seed), all in the name's colour and style
+        series   {name: [(xs, ys), ...]}: one line per repetition (seed), all in the name's colour and style; xs may be words
         x, y     names and units of the axes
         title    above the panel
         zero     True: a line at 0
@@ -48,6 +48,8 @@ def draw(path, panels, title="", caption=""):
             axes.xaxis.get_major_locator().set_params(integer=True)
         if names:
             axes.legend(fontsize=8)
+        if names and any(isinstance(x, str) for xs, _ in panel["series"][names[0]] for x in xs):
+            axes.tick_params(axis="x", labelrotation=30)  # names take more room than numbers
         axes.set_xlabel(panel["x"])
         axes.set_ylabel(panel["y"])
         axes.set_title(panel.get("title", ""), fontsize=10)
