@@ -252,13 +252,16 @@ def micro_batches(config, world):
 
 @contextlib.contextmanager
 def precision(config):
-    """How forward passes are computed: autocast, and on CUDA the fastest attention that fits, cuDNN's where it is there."""
+    """
+    How forward passes are computed: autocast to config.dtype, and on CUDA the fastest attention that fits, cuDNN's where it
+    is there, unless config has fast=False.
+    """
     device_type = torch.device(config.device).type
     order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     with contextlib.ExitStack() as stack:
         if config.dtype != "float32":
             stack.enter_context(torch.autocast(device_type, getattr(torch, config.dtype)))
-        if device_type == "cuda" and config.fast:
+        if device_type == "cuda" and getattr(config, "fast", True):
             stack.enter_context(sdpa_kernel(order, set_priority=True))
         yield
 

@@ -56,8 +56,9 @@ class Run:
         try:
             with open(file, encoding="utf-8") as f:
                 self.config = json.load(f)
-            if "comparable" not in self.config:
-                raise ValueError("it has no 'comparable'")
+            if not {"n_layer", "tokenizer"} <= set(self.config):
+                raise ValueError("it has no n_layer or tokenizer")
+            self.config.setdefault("comparable", {})  # an imported model was not trained here
             known = {f.name: self.config[f.name] for f in dataclasses.fields(GPTConfig) if f.name in self.config}
             self.shape = GPTConfig(**known)
             self.shape.check()

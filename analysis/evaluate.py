@@ -75,7 +75,7 @@ def bin_loss(model, bin_, config, world, desc=""):
                   disable=True if world.rank else None):
         starts, counts = zip(*windows[i:i + size])
         ids = read(bin_, starts, config.length).to(config.device)
-        with train.autocast(config):
+        with train.precision(config):
             logits = model.lm_head(model.features(ids[:, :-1]))
         nll = F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten(), reduction="none").view(len(starts), -1)
         new = torch.arange(config.length) >= config.length - torch.tensor(counts)[:, None]

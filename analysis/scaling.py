@@ -206,7 +206,7 @@ def system_name(run, names):
 def usable(config, runs):
     """[(run, system, loss)] of the runs that count; says which do not, and why."""
     names, found, seen = [n.strip() for n in config.systems.split(",") if n.strip()], [], {}
-    settings = [(r.config["comparable"]["data"], r.config["block_size"]) for r in runs]
+    settings = [(r.config["comparable"].get("data"), r.config["block_size"]) for r in runs]
     usual = max(settings, key=settings.count)
     for run, mine in zip(runs, settings):
         c, (_, evals), system = run.config, run.log, system_name(run, names)

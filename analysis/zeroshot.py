@@ -179,7 +179,7 @@ def evaluate(run, config, lm_eval, manager, names):
     """{task: {metric: value, metric_stderr: value, "n": documents}} of one run. Raises UserError when data is out of reach."""
     ckpt = run.checkpoint()
     model = run.model(config.device)
-    scorer = Scorer(model, get_tokenizer(ckpt["data"]["tokenizer"]), config.batch_size, lambda: train.autocast(config))
+    scorer = Scorer(model, get_tokenizer(ckpt["data"]["tokenizer"]), config.batch_size, lambda: train.precision(config))
     try:
         found = lm_eval.simple_evaluate(model=adapter(scorer), tasks=names, num_fewshot=config.num_fewshot,
                                         limit=config.limit or None, task_manager=manager, log_samples=False,

@@ -201,7 +201,10 @@ def test_mapping_against_model_of_that_system():
     at, attn = {}, plain.transformer.h[2].attn
     config = common.ModelOptions(length=24, batch_size=3, sequences=3, device="cpu")
     attention.walk_gpt(config, plain, DATA, lambda n, t: at.update({n: t}))
-    v1, v2, v3 = (attn.all_heads(at[n].raw_values.unflatten(2, (-1, 8)).transpose(1, 2)).transpose(1, 2).flatten(2) for n in (1, 2, 3))
+
+    def every_head(v):
+        return attn.all_heads(v.unflatten(2, (-1, 8)).transpose(1, 2)).transpose(1, 2).flatten(2)
+    v1, v2, v3 = (every_head(at[n].raw_values) for n in (1, 2, 3))
     ids = torch.from_numpy(DATA.val["val"].read([0, 1, 2], 24)[:, :-1])
     a3 = explicit(plain, 3, ids)  # (B, heads, T, T)
 

@@ -62,7 +62,8 @@ def is_picture(path):
     ({"shared_value": True, "share_k_every": 2}, lambda L: (L / 2 + 1) / (2 * L)),
     ({"cla": 2, "n_kv_head": 2}, lambda L: 1 / 8),
     ({"shared_value": True, "n_kv_head": 2}, lambda L: (L + 1) / (8 * L)),
-    ({"shared_value": True, "value_anchors": "1,4,8"}, lambda L: (L + 3) / (2 * L))], ids=str)
+    ({"shared_value": True, "value_anchors": "1,4,8"}, lambda L: (L + 3) / (2 * L))],
+    ids=lambda x: str(x) if isinstance(x, dict) else "fraction")
 def test_cache_fractions_of_the_paper(options, fraction):
     """The paper's fractions at the depths of Table 4, from a cache that is allocated."""
     for L in (8, 12, 24):

@@ -31,7 +31,7 @@ COMMANDS = [line for block in blocks("bash") for line in block.strip().splitline
 @pytest.fixture
 def in_checkout(tmp_path, monkeypatch):
     """A copy of the code, with the config files that the README spells out."""
-    for name in ("model.py", "train.py", "prepare.py", "sample.py", "configurator.py", "analysis", "config"):
+    for name in ("model.py", "kernels.py", "train.py", "prepare.py", "sample.py", "configurator.py", "analysis", "config"):
         source = os.path.join(REPO, name)
         (shutil.copytree if os.path.isdir(source) else shutil.copy)(source, tmp_path / name)
     for block in blocks("python"):
