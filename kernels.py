@@ -11,7 +11,7 @@ try:
 except ImportError:  # builds of torch without CUDA come without it
     triton = None
 
-BLOCK, WARPS = 8192, 16  # logits at a time and warps of one row's program
+BLOCK, WARPS = 8192, 32  # logits at a time and warps of one row's program
 ROWS = 8192  # positions whose logits exist at a time: 0.8 GB in bfloat16 with gpt2's vocabulary
 
 if triton:
@@ -86,38 +86,62 @@ def turn(source, to, cos, sin, sign):
         PADDED=triton.next_power_of_2(heads), TOKENS=tokens)
 
 
+@torch.library.custom_op("nanoresformer::turned", mutates_args=())
+def turned_op(y: Tensor, cos: Tensor, sin: Tensor, widths: list[int], hd: int) -> list[Tensor]:
+    """The parts of y (B, T, W) with these widths, from its left, each (B, width / hd, T, hd) and turned by RoPE."""
+    out = []
+    for part in y[..., :sum(widths)].split(widths, dim=-1):
+        part = part.unflatten(-1, (-1, hd)).transpose(1, 2)
+        out.append(empty_turned(part))
+        turn(part, out[-1], cos, sin, 1)
+    return out
+
+
+@torch.library.custom_op("nanoresformer::unturned", mutates_args=())
+def unturned_op(grads: list[Tensor], cos: Tensor, sin: Tensor, turned: int) -> Tensor:
+    """The gradient (B, T, W) of y from those of all its parts, the first `turned` of which were turned."""
+    B, _, T, hd = grads[0].shape
+    dy = grads[0].new_empty(B, T, sum(g.size(1) for g in grads) * hd)
+    for i, (grad, part) in enumerate(zip(grads, dy.split([g.size(1) * hd for g in grads], dim=-1))):
+        turn(grad, part.unflatten(-1, (-1, hd)).transpose(1, 2), cos, sin, -1 if i < turned else 0)
+    return dy
+
+
+def empty_turned(part):
+    """Like part (B, heads, T, hd), in memory (B, T, heads, hd)."""
+    return torch.empty_like(part.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
+
+
+@turned_op.register_fake
+def _(y, cos, sin, widths, hd):
+    return [empty_turned(y.new_empty(y.size(0), w // hd, y.size(1), hd)) for w in widths]
+
+
+@unturned_op.register_fake
+def _(grads, cos, sin, turned):
+    B, _, T, hd = grads[0].shape
+    return grads[0].new_empty(B, T, sum(g.size(1) for g in grads) * hd)
+
+
 class SplitHeads(torch.autograd.Function):
-    """model.split_heads: one pass forward, and one pass that writes the gradient of all parts at once."""
+    """model.split_heads: one pass forward, and one that writes the gradient of all parts at once."""
 
     @staticmethod
-    def forward(ctx, y, cos, sin, widths, turned, hd):
+    def forward(ctx, y, cos, sin, widths, hd):
         ctx.save_for_backward(cos, sin)
-        ctx.turned, ctx.widths, ctx.hd = turned, widths, hd
-        out = []
-        for part, turns in zip(y.split(list(widths), dim=-1), turned):
-            part = part.unflatten(-1, (-1, hd))
-            if turns:
-                new = torch.empty_like(part, memory_format=torch.contiguous_format).transpose(1, 2)
-                turn(part.transpose(1, 2), new, cos, sin, 1)
-                out.append(new)
-            else:
-                out.append(part.transpose(1, 2))
-        return tuple(out)
+        ctx.turned = len(widths)
+        rest = y[..., sum(widths):].unflatten(-1, (-1, hd)).transpose(1, 2)
+        return (*turned_op(y, cos, sin, widths, hd), *([rest] if rest.size(1) else []))
 
     @staticmethod
     def backward(ctx, *grads):
-        cos, sin = ctx.saved_tensors
-        B, _, T, _ = grads[0].shape
-        dy = torch.empty(B, T, sum(ctx.widths), dtype=grads[0].dtype, device=grads[0].device)
-        for part, grad, turns in zip(dy.split(list(ctx.widths), dim=-1), grads, ctx.turned):
-            turn(grad, part.unflatten(-1, (-1, ctx.hd)).transpose(1, 2), cos, sin, -1 if turns else 0)
-        return dy, None, None, None, None, None
+        return unturned_op(list(grads), *ctx.saved_tensors, ctx.turned), None, None, None, None
 
 
 def split_heads(y, widths, head_dim, rope):
     """model.split_heads, where all rows of the batch have the same positions."""
-    parts = SplitHeads.apply(y, *rope, tuple(widths.values()), tuple(t != "v" for t in widths), head_dim)
-    return dict(zip(widths, parts))
+    turned = [w for t, w in widths.items() if t != "v"]  # v comes last
+    return dict(zip(widths, SplitHeads.apply(y, *rope, turned, head_dim)))
 
 
 def loss_and_grads(logits, targets, losses, scale, grads):

@@ -22,7 +22,6 @@ from typing import Literal, get_args, get_origin
 import torch
 import torch.nn as nn
 from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 CHECKPOINT_VERSION = 1
@@ -315,7 +314,8 @@ class Attention(nn.Module):
             k2, v2 = cache.read(self.cross) if cache is not None else (seen["k"][self.cross], seen["v"][self.cross])
             mask = causal(T, k.size(2), x.device) if mask is None else mask
             k, v, mask = torch.cat((k, k2), 2), torch.cat((v, v2), 2), torch.cat((mask, mask), -1)
-        y, weights = self.attend(q, k, v, mask, seen["a"].get(1))
+        # in a CompiledStep the compiler can split and fuse explicit attention over a single row's keys
+        y, weights = self.attend(q, k, v, mask, seen["a"].get(1), explicit=cache is not None and cache.at is not None)
         if self.config.neutreno and self.layer > 1:  # Eq 8, with the mixed value when there is one
             y = y + self.config.neutreno * self.all_heads(seen["v"][1] - mixed)
         if self.config.identity_mapping and self.layer > 1:  # Eq 6
@@ -325,10 +325,10 @@ class Attention(nn.Module):
             self.probe(self.layer, {"x": x, "q": q, "k": k, "v": v, "raw_v": raw["v"].transpose(1, 2).flatten(2), "y": y})
         return self.dropout(self.c_proj(y)), {**raw, "x": x, "a": weights}
 
-    def attend(self, q, k, v, mask, first=None):
+    def attend(self, q, k, v, mask, first=None, explicit=False):
         """softmax(QKᵀ/√hd) V, causal unless mask says otherwise: (B, n_head, T, hd), and the weights if explicit."""
         gqa, p = k.size(1) != q.size(1), self.dropout.p if self.training else 0.0
-        if not self.config.attention_residual:
+        if not self.config.attention_residual and not explicit:
             return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and q.size(2) > 1,
                                                   dropout_p=p, enable_gqa=gqa), None
         if gqa:
@@ -508,10 +508,13 @@ class GPT(nn.Module):
         mask, rope = None, (self.cos[start:start + T], self.sin[start:start + T])
         if start and T > 1 and pad is None:
             mask = causal(T, start + T, idx.device)
-        if pad is not None:
+        if fixed:
+            rope = self.cos[cache.at], self.sin[cache.at]
+        if fixed or pad is not None:
             i = cache.at if fixed else torch.arange(start, start + T, device=idx.device)
             j = torch.arange(cache.size if fixed else start + T, device=idx.device)
             mask = i[:, None] >= j
+        if pad is not None:
             at = (i - pad[:, None]).clamp(min=0)
             rope = self.cos[at][:, None], self.sin[at][:, None]  # (B, 1, T, hd/2)
             own = i[:, None] == j  # a padded query sees itself, since a softmax over nothing is not a number
@@ -569,6 +572,13 @@ class GPT(nn.Module):
             dict(params=mix, weight_decay=0.0, lr_scale=value_lr_scale),
         ]
         return torch.optim.AdamW([g for g in groups if g["params"]], lr=learning_rate, betas=betas, eps=1e-8, fused=True)
+
+    def cast_matrices(self, dtype):
+        """For decoding: linear layers in the dtype that autocast would cast them to for every token. Returns the model."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                module.to(dtype)
+        return self
 
     def kv_cache(self, batch_size, length, device=None, dtype=None):
         """An empty KVCache for this model; dtype None: that of autocast where it is on, else the weights'."""
@@ -703,18 +713,20 @@ def sample(logits, temperature=1.0, top_k=None, top_p=None, generator=None, nois
     """
     if temperature == 0:
         return logits.argmax(-1)
+    noise = exponential(*logits.shape, logits.device, generator) if noise is None else noise
+    ids = None  # of the candidates, in falling order, where they are not the whole vocabulary
+    if top_k:
+        logits, ids = logits.topk(min(top_k, logits.size(-1)))  # exactly k, also where the kth is tied
+    elif top_p is not None and top_p < 1:
+        logits, ids = logits.sort(-1, descending=True)
     # at most 0, so that no temperature overflows; one too small for float32 is as good as the smallest that is not
     logits = (logits - logits.amax(-1, keepdim=True)) / max(temperature, torch.finfo(torch.float32).tiny)
-    if top_k:
-        kept = logits.topk(min(top_k, logits.size(-1)))  # exactly k, also where the kth is tied
-        logits = torch.full_like(logits, -math.inf).scatter(-1, kept.indices, kept.values)
     probs = logits.softmax(-1)
     if top_p is not None and top_p < 1:
-        ordered, ids = probs.sort(-1, descending=True)
-        ordered = ordered.masked_fill(ordered.cumsum(-1) - ordered >= top_p, 0)  # the smallest set that reaches top_p
-        probs = torch.zeros_like(probs).scatter(-1, ids, ordered)
-    noise = exponential(*logits.shape, logits.device, generator) if noise is None else noise
-    return (probs / noise).argmax(-1)
+        probs = probs.masked_fill(probs.cumsum(-1) - probs >= top_p, 0)  # keeps the smallest set that reaches top_p
+    if ids is None:
+        return (probs / noise).argmax(-1)
+    return ids.gather(-1, (probs / noise.gather(-1, ids)).argmax(-1, keepdim=True))[:, 0]
 
 
 class CompiledStep:
@@ -730,17 +742,18 @@ class CompiledStep:
         if idx.size(1) > 1 or not cache.length:
             cache.at = None
             return self.model.step(idx, cache, pad, n_vocab, noise, temperature, top_k, top_p)
-        if self.compiled is None:
+        if self.compiled is None or (pad is None) != (self.pad is None):
+            self.graph = None
             self.at, self.idx = torch.zeros(1, dtype=torch.int64, device=idx.device), idx.clone()
-            self.pad, self.noise = torch.zeros_like(idx[:, 0]), None if noise is None else noise.clone()
+            self.pad, self.noise = None if pad is None else pad.clone(), None if noise is None else noise.clone()
             # cuBLAS is slow for a single row, so the compiler may choose its own kernels and tune them
             tune = {"coordinate_descent_tuning": True} if idx.is_cuda else None
             self.compiled = torch.compile(self.model.step, fullgraph=True, dynamic=False, options=tune)
         cache.at = self.at.fill_(cache.length)
         self.idx.copy_(idx)
-        self.pad.copy_(torch.zeros_like(self.pad) if pad is None else pad)
-        if noise is not None:
-            self.noise.copy_(noise)
+        for own, given in ((self.pad, pad), (self.noise, noise)):
+            if own is not None:
+                own.copy_(given)
         cache.length += 1
         args = (self.idx, cache, self.pad, n_vocab, self.noise, temperature, top_k, top_p)
         if not idx.is_cuda:
@@ -754,11 +767,10 @@ class CompiledStep:
     def record(self, args):
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
-        # the explicit attention is the one that the compiler can fuse and split over a single row's keys
-        with torch.cuda.stream(side), torch._dynamo.config.patch(recompile_limit=64), sdpa_kernel(SDPBackend.MATH):
+        with torch.cuda.stream(side), torch._dynamo.config.patch(recompile_limit=64):
             for _ in range(3):  # compiles, and settles what must not happen while recording
                 self.compiled(*args)
         torch.cuda.current_stream().wait_stream(side)
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph), sdpa_kernel(SDPBackend.MATH):
+        with torch.cuda.graph(self.graph):
             self.out = self.compiled(*args)

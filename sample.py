@@ -35,7 +35,7 @@ class Config:
     seed: int = 1337  # the same seed gives the same text
     device: str = "auto"  # cuda, mps or cpu; auto: the first of these that is there
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: bfloat16 on CUDA that has it, else float32
-    compile: bool = False  # torch.compile the model: pays for very long texts only
+    compile: bool = False  # compile the decoding step (a minute; on CUDA a graph): for long texts and many prompts
 
 
 def read_prompts(start):
@@ -89,8 +89,7 @@ def main():
     device = torch.device(name)
     bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported()
     dtype = config.dtype if config.dtype != "auto" else "bfloat16" if bf16 else "float32"
-    if config.compile:
-        model.features = torch.compile(model.features)
+    model.cast_matrices(getattr(torch, dtype))
 
     ids = [encode_prompt(tokenizer, p) for p in prompts for _ in range(config.num_samples)]
     lengths = [len(row) for row in ids]
@@ -101,7 +100,7 @@ def main():
                                  getattr(torch, dtype)).nbytes
     with autocast:
         tokens = model.stream(idx, config.max_new_tokens, config.temperature, config.top_k, config.top_p, lengths,
-                              n_vocab=tokenizer.n_vocab, seed=config.seed)
+                              n_vocab=tokenizer.n_vocab, seed=config.seed, compile=config.compile)
         first = next(tokens)  # the prompt's pass, and what the device starts up with, are not decoding speed
         began = time.perf_counter()
         tokens = itertools.chain([first], tokens)

@@ -271,11 +271,16 @@ def build(config, shape):
     model = GPT(shape, config.seed).to(config.device)
     model.activation_checkpointing = config.activation_checkpointing
     if config.fast and config.device.startswith("cuda") and config.dtype != "float16" and kernels.triton:
-        model.head_loss = kernels.head_loss  # float16 needs its scaled gradients rounded late, as the plain loss does
+        use_kernels(model)  # float16 needs its scaled gradients rounded late, as the plain loss does
         model.stream_dtype = torch.bfloat16 if config.dtype == "bfloat16" else None
-        for block in model.transformer.h:
-            block.attn.split_heads = kernels.split_heads
     return model
+
+
+def use_kernels(model):
+    """Replace the seams of model.py by kernels.py's equal paths."""
+    model.head_loss = kernels.head_loss
+    for block in model.transformer.h:
+        block.attn.split_heads = kernels.split_heads
 
 
 def checked_model_config(config, vocab_size):

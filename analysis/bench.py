@@ -1,94 +1,297 @@
 """
-Step time, memory and model size of systems side by side, in one process on one device.
+Speed and memory, side by side in one process on one card: training steps, or with --decode=N the making of N tokens.
 
-    python -m analysis.bench config/82M.py config/systems.py --runs=vanilla,identity,svformer
+    python -m analysis.bench config/82M.py config/systems.py                             # every system, against the first
+    python -m analysis.bench config/82M.py --plain=True --nanogpt=path/to/nanoGPT --micro_steps=4
+    python -m analysis.bench config/82M.py --decode=1000 --gpt_fast=path/to/gpt-fast     # one prompt; 64 prompts; the cache
 
-Each run of the config files is built, compiled (as train.py would) and timed on random tokens: forward, backward, clipping
-and optimizer, one micro-step of batch_size windows a step. Prints a table with ratios to the first run, and writes
-out_dir/bench.json with the device, versions and batch. Compare numbers of one file only: cards and loads differ.
+A training step is micro_steps forward and backward passes of batch_size windows of random tokens, clipping and the optimizer,
+as in train.py. --plain adds each run without the fast paths (fast=False), --nanogpt a GPT of nanoGPT's model.py with the same
+depth, width, length and vocabulary. Each is measured with every batch size of --batch_sizes that fits, and its best counts.
+Prints a table and adds it to out_dir/CARD.json under its command. Compare numbers of one table only: cards and loads differ.
 """
+import contextlib
 import dataclasses
 import gc
+import importlib.util
+import json
 import os
+import re
 import statistics
+import subprocess
 import sys
 import time
 
 import torch
 
 import train
-from configurator import UserError, command, configure
-from model import KVCache
+from configurator import UserError, at_least, command, configure
+from model import GPT, KVCache
 
 
 @dataclasses.dataclass
 class Config(train.Config):
+    out_dir: str = "results/bench"  # where CARD.json goes
     steps: int = 20  # timed steps; their median counts
-    warm_steps: int = 5  # steps before, which compile and settle
+    warm_steps: int = 3  # steps before, which compile and settle
+    micro_steps: int = 1  # passes per step
+    batch_sizes: str = ""  # windows per pass to try, as 16,32,48; empty: batch_size
+    plain: bool = False  # also measure each run without the fast paths
+    nanogpt: str = ""  # a checkout of nanoGPT to compare with
+    decode: int = 0  # measure decoding so many tokens instead
+    gpt_fast: str = ""  # with decode: a checkout of gpt-fast to compare with
+    kv_length: int = 0  # with decode: also how many sequences of this length fit beside their cache, and their speed
 
 
-def step_times(config):
-    """(model, seconds of each timed step, seconds of compiling and warming up, peak bytes) of a resolved train.Config."""
-    device = torch.device(config.device)
+def clean():
+    gc.collect()
+    torch._dynamo.reset()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def wait(device):
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def our_step(config):
+    """(step(ids), model, FLOPs per token) of a resolved train.Config."""
     model = train.build(config, train.checked_model_config(config, config.vocab_size or 50304))
     optimizer = model.configure_optimizers(config.weight_decay, config.learning_rate, (config.beta1, config.beta2))
     forward = torch.compile(model) if config.compile else model
-    cuda = device.type == "cuda"
-    if cuda:
-        torch.cuda.reset_peak_memory_stats()
-    times, began = [], time.perf_counter()
-    g = torch.Generator().manual_seed(config.seed)
-    for i in range(config.warm_steps + config.steps):
-        ids = torch.randint(model.config.vocab_size, (config.batch_size, config.block_size + 1), generator=g).to(device)
-        if cuda:
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        with train.precision(config):
-            _, loss = forward(ids[:, :-1], ids[:, 1:])
-        loss.backward()
+
+    def step(ids):
+        for _ in range(config.micro_steps):
+            with train.precision(config):
+                loss = forward(ids[:, :-1], ids[:, 1:])[1] / config.micro_steps
+            loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or float("inf"))
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        if cuda:
-            torch.cuda.synchronize()
+    return step, model, model.flops_per_token()
+
+
+def nanogpt_step(config):
+    """The same of nanoGPT's GPT: tied, GELU, learned positions, no biases; trained as its train.py does."""
+    spec = importlib.util.spec_from_file_location("nanogpt_model", os.path.join(config.nanogpt, "model.py"))
+    module = sys.modules["nanogpt_model"] = importlib.util.module_from_spec(spec)
+    try:
+        with contextlib.redirect_stdout(None):
+            spec.loader.exec_module(module)
+            model = module.GPT(module.GPTConfig(block_size=config.block_size, vocab_size=50304, n_layer=config.n_layer,
+                                                n_head=config.n_head, n_embd=config.n_embd, dropout=0.0, bias=False))
+            model.to(config.device)
+            optimizer = model.configure_optimizers(config.weight_decay, config.learning_rate, (config.beta1, config.beta2),
+                                                   config.device.split(":")[0])
+    except (OSError, AttributeError, TypeError) as e:
+        raise UserError(f"--nanogpt={config.nanogpt}: expected a checkout of nanoGPT with its model.py ({e})") from None
+    forward = torch.compile(model) if config.compile else model
+    plain = dataclasses.replace(config, fast=False)
+
+    def step(ids):
+        for _ in range(config.micro_steps):
+            with train.precision(plain):
+                loss = forward(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())[1] / config.micro_steps
+            loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or float("inf"))
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    weights = sum(p.numel() for p in model.parameters() if p.dim() == 2) - model.transformer.wpe.weight.numel()
+    return step, model, 6 * weights + 6 * config.n_layer * config.n_embd * config.block_size
+
+
+def measure(make, config):
+    """A row of the table for make(config), one of the functions above."""
+    clean()
+    device, began = torch.device(config.device), time.perf_counter()
+    step, model, flops = make(config)
+    g, times = torch.Generator().manual_seed(config.seed), []
+    for i in range(config.warm_steps + config.steps):
+        ids = torch.randint(50257, (config.batch_size, config.block_size + 1), generator=g).to(device)
+        wait(device)
+        start = time.perf_counter()
+        step(ids)
+        wait(device)
         times.append(time.perf_counter() - start)
         if i + 1 == config.warm_steps:
             warm = time.perf_counter() - began
-    return model, times[config.warm_steps:], warm, torch.cuda.max_memory_allocated() if cuda else 0
+    times, cuda = times[config.warm_steps:], device.type == "cuda"
+    speed = config.micro_steps * config.batch_size * config.block_size / statistics.median(times)
+    peak = train.peak_flops(torch.cuda.get_device_name()) if cuda else None
+    row = dict(tokens_per_s=speed, mfu=flops * speed / peak if peak else None, step_s=statistics.median(times),
+               step_s_range=[min(times), max(times)], batch_size=config.batch_size, micro_steps=config.micro_steps,
+               block_size=config.block_size, memory_bytes=torch.cuda.max_memory_allocated() if cuda else None, warm_up_s=warm,
+               n_params=sum(p.numel() for p in model.parameters()))
+    if hasattr(model, "kv_cache"):
+        row["kv_bytes_per_token"] = KVCache(model.config, 1, 1, "meta", torch.bfloat16).nbytes
+    return row
+
+
+def best(make, config):
+    """The fastest row over --batch_sizes; a size that does not fit in memory is left out."""
+    rows = []
+    try:
+        sizes = [int(size) for size in config.batch_sizes.split(",")] if config.batch_sizes else [config.batch_size]
+    except ValueError:
+        raise UserError(f"--batch_sizes={config.batch_sizes}: expected whole numbers, as 16,32") from None
+    for size in sizes:
+        try:
+            rows.append(measure(make, dataclasses.replace(config, batch_size=size)))
+        except torch.cuda.OutOfMemoryError:
+            print(f"{size} windows do not fit in memory", flush=True)
+    if not rows:
+        raise UserError(f"--batch_size={config.batch_size}: does not fit in memory; lower it")
+    return max(rows, key=lambda r: r["tokens_per_s"])
+
+
+def training(config):
+    """{name: row} of all that is asked for, printed as they come."""
+    table = {}
+    runs = [(name, run) for name, _, run in train.plan(config)] if config.runs else [("ours", config)]
+    jobs = []
+    for name, run in runs:
+        run = train.resolve(run, train.World())
+        jobs += [(name, our_step, run)] + ([(f"{name}, plain", our_step, dataclasses.replace(run, fast=False))] if run.plain
+                                           else [])
+    if config.nanogpt:
+        jobs.append(("nanoGPT", nanogpt_step, runs[0][1] if config.runs else train.resolve(config, train.World())))
+    for name, make, run in jobs:
+        table[name] = r = best(make, train.resolve(run, train.World()))
+        first = next(iter(table.values()))
+        r["step_ratio"] = first["tokens_per_s"] / r["tokens_per_s"]
+        print(f"{name:24} {r['tokens_per_s']:>12,.0f} tokens/s  step x {r['step_ratio']:.3f}"
+              + (f"  mfu {r['mfu']:.1%}" if r["mfu"] else "")
+              + (f"  {r['memory_bytes'] / 2 ** 30:5.1f} GiB" if r["memory_bytes"] else "")
+              + f"  {r['micro_steps']} x {r['batch_size']} x {r['block_size']}  warm-up {r['warm_up_s']:.0f} s", flush=True)
+    return table
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Decoding
+
+
+def generation(model, config, B, compile, use_cache=True, prompt=16):
+    """Tokens/s of B prompts' continuations by config.decode tokens, prompts included; the best of two after a warm-up."""
+    device = torch.device(config.device)
+    ids = torch.randint(50257, (B, prompt), generator=torch.Generator().manual_seed(1)).to(device)
+    lengths = None if B == 1 else [1 + i % prompt for i in range(B)]
+    seconds = []
+    for _ in range(3 if compile else 2):
+        wait(device)
+        start = time.perf_counter()
+        with train.precision(config):
+            for _ in model.stream(ids, config.decode, 0.8, 200, lengths=lengths, n_vocab=50257, seed=1, compile=compile,
+                                  use_cache=use_cache):
+                pass
+        wait(device)
+        seconds.append(time.perf_counter() - start)
+    return B * config.decode / min(seconds[1:])
+
+
+GPT_FAST = """
+import sys, time, torch
+sys.path.insert(0, sys.argv[1])
+import generate, model
+layers, heads, width, ffn, block, n = map(int, sys.argv[2:])
+with torch.device("cuda"):
+    net = model.Transformer(model.ModelArgs(block_size=block, vocab_size=50304, n_layer=layers, n_head=heads, dim=width,
+                                            intermediate_size=ffn)).to(torch.bfloat16).eval()
+generate.decode_one_token = torch.compile(generate.decode_one_token, mode="reduce-overhead", fullgraph=True)
+prompt = torch.randint(50257, (16,), device="cuda")
+for i in range(3):
+    torch.cuda.synchronize()
+    start = time.time()
+    generate.generate(net, prompt, n, batch_size=1, interactive=False, draft_model=None, temperature=0.8, top_k=200)
+    torch.cuda.synchronize()
+    print(n / (time.time() - start), flush=True)
+"""
+
+
+def gpt_fast(config):
+    """gpt-fast's tokens/s for the same shapes, in a process of its own, since its modules have our names."""
+    c = train.checked_model_config(config, 50304)
+    shape = [c.n_layer, c.n_head, c.n_embd, c.ffn, c.block_size, config.decode]
+    done = subprocess.run([sys.executable, "-c", GPT_FAST, os.path.abspath(config.gpt_fast), *map(str, shape)],
+                          capture_output=True, text=True)
+    if done.returncode:
+        raise UserError(f"--gpt_fast={config.gpt_fast}: {(done.stderr.strip() or 'no output').splitlines()[-1]}; expected a "
+                        "checkout of gpt-fast, and a GPU")
+    return max(float(line) for line in done.stdout.split()[1:])
+
+
+@torch.no_grad()
+def full_cache(model, config):
+    """Bytes of a cache of kv_length tokens by the allocator's count, the sequences that fit, and their tokens/s at the end."""
+    device, length = torch.device(config.device), config.kv_length
+    dtype = getattr(torch, config.dtype)
+    clean()
+    before = torch.cuda.memory_allocated()
+    cache = model.kv_cache(1, length, device, dtype)
+    one = torch.cuda.memory_allocated() - before
+    del cache
+    B = int((torch.cuda.mem_get_info()[0] * 0.95) // one)
+    cache = model.kv_cache(B, length, device, dtype)
+    ids, times = torch.zeros(B, 1, dtype=torch.int64, device=device), []
+    with train.precision(config):
+        for _ in range(13):
+            cache.length = length - 1
+            wait(device)
+            start = time.perf_counter()
+            model.step(ids, cache, None, 50257, None, 0, None, None)
+            wait(device)
+            times.append(time.perf_counter() - start)
+    return dict(bytes_of_one=one, sequences=B, tokens_per_s=B / statistics.median(times[3:]))
+
+
+def decoding(config):
+    table = {}
+    runs = [(name, run) for name, _, run in train.plan(config)] if config.runs else [("ours", config)]
+    for name, run in runs:
+        run = train.resolve(run, train.World())
+        shape = train.checked_model_config(run, 50304)
+        model = GPT(dataclasses.replace(shape, block_size=max(shape.block_size, run.kv_length)), run.seed)
+        model.to(run.device).eval().cast_matrices(getattr(torch, run.dtype))
+        rows = {"one prompt, compiled": (1, True, True), "64 prompts of unequal length, compiled": (64, True, True),
+                "one prompt": (1, False, True), "one prompt, no cache": (1, False, False)}
+        if not run.device.startswith("cuda"):
+            rows = {k: v for k, v in rows.items() if "compiled" not in k}
+        for what, args in rows.items():
+            clean()
+            table[f"{name}: {what}"] = dict(tokens_per_s=generation(model, run, args[0], *args[1:]))
+        if run.kv_length and run.device.startswith("cuda"):
+            table[f"{name}: cache of {run.kv_length} tokens"] = full_cache(model, run)
+        del model
+        clean()
+    if config.gpt_fast:
+        table["gpt-fast: one prompt, compiled"] = dict(tokens_per_s=gpt_fast(config))
+    for what, row in table.items():
+        print(f"{what:60} {row['tokens_per_s']:>12,.0f} tokens/s" + (
+            f"  {row['bytes_of_one']:,} bytes a sequence, {row['sequences']} fit" if "sequences" in row else ""), flush=True)
+    return table
 
 
 def main():
     config = configure(Config, sys.argv[1:])
-    if not config.runs:
-        raise UserError("give a config file that defines runs, such as config/systems.py")
+    at_least(config, 1, "steps", "warm_steps", "micro_steps")
+    at_least(config, 0, "decode", "kv_length")
     torch.set_float32_matmul_precision("high")
-    rows = {}
-    for name, _, run in train.plan(config):
-        run = train.resolve(run, train.World())
-        torch._dynamo.reset()
-        model, times, warm, memory = step_times(run)
-        step, tokens = statistics.median(times), run.batch_size * run.block_size
-        peak = train.peak_flops(torch.cuda.get_device_name()) if run.device.startswith("cuda") else None
-        rows[name] = dict(
-            tokens_per_s=tokens / step, step_s=step, step_s_spread=[min(times), max(times)], batch_size=run.batch_size,
-            block_size=run.block_size, mfu=model.flops_per_token() * tokens / step / peak if peak else None,
-            memory_bytes=memory, warm_up_s=warm, n_params=model.num_params(),
-            kv_bytes_per_token=KVCache(model.config, 1, 1, "meta", torch.bfloat16).nbytes)
-        first = next(iter(rows.values()))
-        rows[name]["step_ratio"] = first["tokens_per_s"] / rows[name]["tokens_per_s"]
-        r = rows[name]
-        print(f"{name:24} {r['tokens_per_s']:>12,.0f} tokens/s  step x {r['step_ratio']:.3f}"
-              + (f"  mfu {r['mfu']:.1%}" if peak else "") + f"  {memory / 2 ** 30:5.1f} GiB  {r['n_params']:,} parameters"
-              + f"  {r['kv_bytes_per_token']:,} KV bytes/token  (warm-up {warm:.0f} s)", flush=True)
-        del model
-        gc.collect()
-        if run.device.startswith("cuda"):
-            torch.cuda.empty_cache()
+    rows = (decoding if config.decode else training)(config)
+    resolved = train.resolve(config, train.World())
+    card = torch.cuda.get_device_name() if resolved.device.startswith("cuda") else "cpu"
+    path = os.path.join(config.out_dir, re.sub(r"[^a-z0-9]+", "-", card.lower()) + ".json")
     os.makedirs(config.out_dir, exist_ok=True)
-    card = torch.cuda.get_device_name() if run.device.startswith("cuda") else run.device
-    train.write_json(os.path.join(config.out_dir, "bench.json"), dict(
-        device=card, torch=torch.__version__, dtype=run.dtype, compile=run.compile, command=" ".join(sys.argv[1:]), runs=rows))
-    print(f"{card}, torch {torch.__version__}, {run.dtype}; wrote {config.out_dir}/bench.json")
+    tables = {}
+    if os.path.exists(path):
+        with open(path, encoding="utf-8") as f:
+            tables = json.load(f)
+    words = [w for w in sys.argv[1:] if not w.startswith("--out_dir")]
+    words = [re.sub(r"^(--(?:nanogpt|gpt_fast))=.*", r"\1=PATH", w) for w in words]
+    tables[" ".join(words)] = dict(device=card, torch=torch.__version__, dtype=resolved.dtype, compile=resolved.compile,
+                                   cores=os.cpu_count(), rows=rows)
+    train.write_json(path, tables)
+    print(f"{card}, torch {torch.__version__}, {resolved.dtype}; wrote {path}")
 
 
 if __name__ == "__main__":

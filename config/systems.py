@@ -12,15 +12,18 @@ runs = {
     "constant": {"value_residual": True, "value_mix": "constant"},
     "learnable": {"value_residual": True, "value_mix": "learnable"},
     "plus": {"value_residual": True, "value_mix": "plus"},
+    "plus_depth": {"value_residual": True, "value_mix": "plus", "plus_init": "depth"},
     "dense": {"value_residual": True, "value_mix": "dense"},
     "sparse": {"value_residual": True, "value_mix": "constant", "value_layers": "6-8", "value_lambda1": 5.0},
     "source_previous": {"value_residual": True, "value_source": "previous"},
     "source_all": {"value_residual": True, "value_source": "all"},
+    "source_2": {"value_residual": True, "value_source": "2"},
     "source_2_no_first_skip": {"value_residual": True, "value_source": "2", "no_first_skip": True},
     # SVFormer's family
     "svformer": {"shared_value": True},
     "svformer_anchors": {"shared_value": True, "value_anchors": "1,5"},
     "svformer_gqa2": {"shared_value": True, "n_kv_head": 4},
+    "svformer_gqa4": {"shared_value": True, "n_kv_head": 2},
     "svformer_cla2": {"shared_value": True, "share_k_every": 2},
     # what the paper compares with
     "gqa2": {"n_kv_head": 4},

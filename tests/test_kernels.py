@@ -1,0 +1,153 @@
+"""
+kernels.py against the plain paths of model.py. The Triton kernels run on CUDA, or in Triton's interpreter where the package is
+there; without it, plain stand-ins for them test what is around: parts, scaling, gradients, strides, one graph.
+"""
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import kernels
+import model
+import train
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+
+
+def plain_loss(logits, targets, losses, scale, grads):
+    losses.copy_(F.cross_entropy(logits.float(), targets, reduction="none", ignore_index=-100))
+    if grads:
+        one_hot = F.one_hot(targets.clamp(min=0), logits.size(1))
+        logits.copy_((logits.float().softmax(-1) - one_hot) * (targets >= 0)[:, None] * scale)
+
+
+def plain_turn(source, to, cos, sin, sign):
+    to.copy_(model.rotate(source, (cos, sin * sign)) if sign else source)
+
+
+@pytest.fixture(autouse=True)
+def stand_ins(monkeypatch):
+    if not (CUDA or os.environ.get("TRITON_INTERPRET")):
+        monkeypatch.setattr(kernels, "loss_and_grads", plain_loss)
+        monkeypatch.setattr(kernels, "turn", plain_turn)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+def loss_and_gradients(f, x, weight, targets):
+    x, weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
+    loss = f(x, weight, targets)
+    (loss * 3).backward()
+    return loss.detach(), x.grad, weight.grad
+
+
+def near(got, want, tolerance):
+    for a, b in zip(got, want):
+        assert a.shape == b.shape and (a.double() - b.double()).norm() <= tolerance * b.double().norm()
+
+
+@pytest.mark.parametrize("rows", [4, 5, 14, 100])
+@pytest.mark.parametrize("vocab", [7, 301])
+def test_loss_equals_cross_entropy(monkeypatch, rows, vocab):
+    """Any number of parts, a last part that is not full, ignored targets, and a loss that is scaled afterwards."""
+    monkeypatch.setattr(kernels, "ROWS", rows)
+    g = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(2, 7, 8, generator=g).to(DEVICE), torch.randn(vocab, 8, generator=g).to(DEVICE)
+    targets = torch.randint(vocab, (2, 7), generator=g).to(DEVICE)
+    targets[0, :3] = -100
+    near(loss_and_gradients(kernels.head_loss, x, weight, targets),
+         loss_and_gradients(model.head_loss, x, weight, targets), 1e-6)
+    with torch.no_grad():
+        near([kernels.head_loss(x, weight, targets)], [model.head_loss(x, weight, targets)], 1e-6)
+
+
+def test_large_logits_neither_overflow_nor_lose_the_target():
+    args = torch.full((1, 2, 4), 300.0, device=DEVICE), torch.zeros(40, 4, device=DEVICE), torch.tensor([[3, 5]], device=DEVICE)
+    args[1][3] = 1.0
+    near(loss_and_gradients(kernels.head_loss, *args), loss_and_gradients(model.head_loss, *args), 1e-6)
+
+
+@pytest.mark.parametrize("widths", [{"q": 64, "k": 64, "v": 64}, {"q": 64, "k": 32, "v": 32}, {"q": 48, "k": 48}, {"v": 32},
+                                    {"q": 64}])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_split_heads_equals_the_plain_one(widths, compiled):
+    g = torch.Generator().manual_seed(0)
+    y = torch.randn(2, 7, sum(widths.values()), generator=g).to(DEVICE)
+    angle = torch.rand(7, 8, generator=g).to(DEVICE) * 6
+    found = []
+    for f in (model.split_heads, kernels.split_heads):
+        f = torch.compile(f, fullgraph=True, backend="aot_eager") if compiled else f
+        one = y.clone().requires_grad_()
+        parts = f(one, widths, 16, (angle.cos(), angle.sin()))
+        assert list(parts) == list(widths)
+        # gradients in another memory layout than the parts', as an attention's backward may give them
+        sum((p.contiguous() * (i + 1) * torch.linspace(0, 1, p.numel(), device=DEVICE).view(p.shape)).sum()
+            for i, p in enumerate(parts.values())).backward()
+        found.append([*parts.values(), one.grad])
+    near(found[1], found[0], 1e-6)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"value_residual": True}, {"shared_value": True, "n_kv_head": 2}, {"cross_layer": True}, {"cla": 2},
+    {"query_residual": True, "key_residual": True, "neutreno": 0.4}], ids=str)
+def test_a_model_with_fast_paths_has_equal_loss_and_gradients(monkeypatch, options):
+    monkeypatch.setattr(kernels, "ROWS", 10)
+    config = model.GPTConfig(vocab_size=61, n_layer=4, n_head=4, n_embd=32, block_size=16, **options)
+    ids, found = torch.randint(61, (2, 12), generator=torch.Generator().manual_seed(0)).to(DEVICE), []
+    for fast in (False, True):
+        m = model.GPT(config).to(DEVICE)
+        if fast:
+            train.use_kernels(m)
+        loss = m(ids[:, :-1], ids[:, 1:])[1]
+        loss.backward()
+        found.append([loss.detach(), *(p.grad for p in m.parameters())])
+    near(found[1], found[0], 1e-5)
+    compiled = torch.compile(m, fullgraph=True, backend="aot_eager")
+    near([compiled(ids[:, :-1], ids[:, 1:])[1].detach()], found[0][:1], 1e-6)
+    torch._dynamo.reset()
+
+
+@pytest.mark.skipif(not CUDA, reason="needs CUDA")
+def test_bfloat16_is_as_exact_as_the_plain_path():
+    """On a shape of real size: both differ from float64 by bfloat16's rounding, and by about as much."""
+    g = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(4, 3000, 128, generator=g).cuda(), torch.randn(50304, 128, generator=g).cuda() * 0.3
+    targets = torch.randint(50304, (4, 3000), generator=g).cuda()
+    want = loss_and_gradients(model.head_loss, x.double(), weight.double(), targets)
+    with torch.autocast("cuda", torch.bfloat16):
+        for f in (model.head_loss, kernels.head_loss):
+            near(loss_and_gradients(f, x, weight, targets), want, 8e-3)
+
+
+@pytest.mark.skipif(not CUDA, reason="needs CUDA")
+@pytest.mark.parametrize("options", [
+    {}, {"value_residual": True, "value_mix": "learnable"}, {"shared_value": True, "n_kv_head": 2}], ids=str)
+def test_compiled_decoding_gives_the_uncompiled_tokens(options):
+    """CUDA graph or not, in float32: prompts of unequal length, past a full context, greedy and sampled."""
+    m = model.GPT(model.GPTConfig(vocab_size=256, n_layer=4, n_head=4, n_embd=64, block_size=32, **options)).cuda()
+    with torch.no_grad():
+        for p in m.parameters():
+            p.mul_(4 if p.dim() == 2 else 1)
+    g, lengths = torch.Generator().manual_seed(0), [1, 4, 9]
+    ids = torch.randint(256, (3, 9), generator=g).cuda()
+    m.eval()
+    for how in (dict(temperature=0), dict(temperature=1.0, top_k=20, top_p=0.9, seed=3)):
+        plain, compiled = (m.generate(ids, 60, lengths=lengths, compile=c, **how) for c in (False, True))
+        assert torch.equal(plain, compiled)
+    assert torch.equal(m.generate(ids[:1], 60, temperature=0), m.generate(ids[:1], 60, temperature=0, compile=True))
+
+
+@pytest.mark.skipif(CUDA or "TRITON_INTERPRET" in os.environ or not importlib.util.find_spec("triton"),
+                    reason="needs the package triton (its interpreter), and is for machines without CUDA")
+def test_kernels_in_the_interpreter():
+    done = subprocess.run([sys.executable, "-m", "pytest", "-n0", "-q", __file__], env={**os.environ, "TRITON_INTERPRET": "1"},
+                          capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
