@@ -714,15 +714,15 @@ def sample(logits, temperature=1.0, top_k=None, top_p=None, generator=None, nois
     if temperature == 0:
         return logits.argmax(-1)
     noise = exponential(*logits.shape, logits.device, generator) if noise is None else noise
-    ids = None  # of the candidates, in falling order, where they are not the whole vocabulary
+    ids, nucleus = None, top_p is not None and top_p < 1  # of the candidates, where they are not the whole vocabulary
     if top_k:
-        logits, ids = logits.topk(min(top_k, logits.size(-1)))  # exactly k, also where the kth is tied
-    elif top_p is not None and top_p < 1:
+        logits, ids = logits.topk(min(top_k, logits.size(-1)), sorted=nucleus)  # exactly k, also where the kth is tied
+    elif nucleus:
         logits, ids = logits.sort(-1, descending=True)
     # at most 0, so that no temperature overflows; one too small for float32 is as good as the smallest that is not
     logits = (logits - logits.amax(-1, keepdim=True)) / max(temperature, torch.finfo(torch.float32).tiny)
     probs = logits.softmax(-1)
-    if top_p is not None and top_p < 1:
+    if nucleus:
         probs = probs.masked_fill(probs.cumsum(-1) - probs >= top_p, 0)  # keeps the smallest set that reaches top_p
     if ids is None:
         return (probs / noise).argmax(-1)
