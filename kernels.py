@@ -42,14 +42,14 @@ if triton:
             total = total * tl.exp2(high - higher) + tl.sum(tl.exp2(x - higher[:, None]), 1)
             high = higher
         top = tl.max(high, 0)
-        lse = top + tl.log2(tl.sum(total * tl.exp2(high - top), 0))  # in bits
-        tl.store(losses + row, lse * 0.6931471805599453 - at_target)
+        rest = tl.log2(tl.sum(total * tl.exp2(high - top), 0))  # apart from top, which may be large, and in bits like it
+        tl.store(losses + row, (top - at_target * 1.4426950408889634 + rest) * 0.6931471805599453)
         if GRADS:
             factor = tl.load(scale)
             for start in range(0, V, BLOCK):
                 at = start + lanes
                 x = tl.load(logits + at, mask=at < V, other=0.0).to(tl.float32) * 1.4426950408889634
-                tl.store(logits + at, (tl.exp2(x - lse) - tl.where(at == target, 1.0, 0.0)) * factor, mask=at < V)
+                tl.store(logits + at, (tl.exp2(x - top - rest) - tl.where(at == target, 1.0, 0.0)) * factor, mask=at < V)
 
     @triton.jit
     def turn_kernel(source, sb, sh, st, to, tb, th, tt, cos, sin, T, HEADS, SIGN: tl.constexpr, HALF: tl.constexpr,

@@ -91,7 +91,7 @@ class Run:
 
 def find_runs(paths):
     """The runs in these folders, or below them, in order. Raises UserError for a path that holds none."""
-    found = []
+    found, listed = [], False
     for path in paths:
         below = [folder for folder, _, files in sorted(os.walk(path))
                  if "config.json" in files and "generation_config.json" not in files]  # that would be an exported Llama
@@ -102,9 +102,11 @@ def find_runs(paths):
         if os.path.exists(os.path.join(path, "summary.json")):  # a list of runs: in its order, the baseline first
             with open(os.path.join(path, "summary.json"), encoding="utf-8") as f:
                 order = {name: i for i, name in enumerate(json.load(f))}
+            listed = True
         below.sort(key=lambda folder: order.get(os.path.relpath(folder, path).split(os.sep)[0], len(order)))
         found += [folder for folder in below if folder not in found]
-    return [Run(path, common_folder(found)) for path in found]
+    runs = [Run(path, common_folder(found)) for path in found]
+    return runs if listed else sorted(runs, key=lambda r: bool(r.config.get("baseline")))  # baselines first
 
 
 def trained(runs):

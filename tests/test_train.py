@@ -1576,3 +1576,14 @@ def test_a_list_that_never_had_a_finite_loss_still_ends_in_a_line(data, capsys, 
     Path("runs.py").write_text("runs = {'a': {}, 'b': {'value_residual': True}}\n")
     monkeypatch.setattr(torch.nn.utils, "get_total_norm", lambda g: torch.tensor(math.nan))
     assert "in a row" in refused(capsys, "runs.py", f"--data={data}", "--out_dir=s", "--max_bad_steps=3")
+
+
+def test_nothing_is_compiled_again_within_a_run(data, monkeypatch):
+    """One graph for training and one for evaluation, whatever the bins' last, partial batches; none for a list's texts."""
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda module: real(module, backend="eager"))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    assert not go(f"--data={data}", "--compile=True", "--out_dir=run", "--eval_iters=3", "--max_iters=6")
+    stats = torch._dynamo.utils.counters
+    assert stats["stats"]["unique_graphs"] == 2 and not stats["graph_break"], dict(stats)
