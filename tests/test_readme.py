@@ -13,6 +13,7 @@ import torch
 import prepare
 import sample
 import train
+from analysis import bench
 from configurator import configure, describe
 from model import GPT, GPTConfig
 
@@ -106,20 +107,36 @@ def test_first_run_table_is_the_measured_one():
         assert train.table(json.load(f)) in README
 
 
+with open(os.path.join(REPO, "results", "bench", "nvidia-h100-80gb-hbm3.json"), encoding="utf-8") as f:
+    MEASURED = json.load(f)
+
+
+def test_performance_blocks_are_the_measured_ones():
+    """docs/performance.md holds every table of results/bench but the systems', line by line."""
+    with open(os.path.join(REPO, "docs", "performance.md"), encoding="utf-8") as f:
+        block = f.read().split("```")[1]
+    tables = {k: v for k, v in MEASURED.items() if "systems.py" not in k}
+    want = "\n\n".join("\n".join([f"$ python -m analysis.bench {k}", *(bench.line(n, r) for n, r in v["rows"].items())])
+                       for k, v in tables.items())
+    assert block.strip() == want
+
+
 def test_systems_table_is_the_measured_one():
     """Parameters, cache and step time of every system of config/systems.py, as analysis.bench wrote them."""
-    folder, measured = os.path.join(REPO, "results", "systems"), {}
-    for name in sorted(os.listdir(folder)):
-        with open(os.path.join(folder, name), encoding="utf-8") as f:
-            measured |= json.load(f)["runs"]
+    command = re.search(r"`python -m analysis.bench (config/82M.py config/systems.py[^`]*)`", README)[1]
+    measured = MEASURED[command]["rows"]
     config = configure(train.Config, [os.path.join(REPO, "config", "systems.py")])
     assert set(measured) == set(config.runs)
+
+    def extra(r):
+        more = r["n_params"] - measured["vanilla"]["n_params"]
+        return f"| {more:+,} |" if more else "| 0 |"
     for name, r in measured.items():
         row = re.search(rf"^\| {name} \|.*$", README.split("## Every system")[1], flags=re.M)[0]
         shape = {**config.runs[name], "vocab_size": 50304}
         shape = {k: v for k, v in shape.items() if k not in ("batch_size", "eval_iters")}
         with torch.device("meta"):
             model = GPT(GPTConfig(**shape))
-        assert model.num_params() == r["n_params"] and f"| {r['n_params']:,} |" in row
+        assert model.num_params() == r["n_params"] and extra(r) in row
         assert f"| {model.kv_cache(1, 1, dtype=torch.bfloat16).nbytes:,} |" in row
         assert name == "vanilla" or f"| {(r['step_ratio'] - 1) * 100:+.1f} % |" in row
