@@ -918,8 +918,9 @@ def summarize(config):
 def aligned(head, rows):
     """Rows of text below their head, the first column to the left and the others to the right."""
     widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
-    return "\n".join("  ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths))).rstrip()
-                     for row in [head, *rows])
+    lines = ("  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:]))])
+             for row in [head, *rows])
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def table(summary):
