@@ -385,6 +385,22 @@ def test_left_padded_prompts(system, groups):
 
 @pytest.mark.filterwarnings("ignore")
 @system
+def test_compiled_steps_give_the_uncompiled_tokens(system, monkeypatch):
+    """Prompts of unequal length, past a full context, greedy and sampled; one graph for all steps of a kind."""
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **how: real(f, fullgraph=True, dynamic=False, backend="eager"))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    m, x = toy(system, "gqa"), ids(3, 6)
+    for how in (dict(temperature=0), dict(temperature=1.0, top_k=20, top_p=0.9, seed=3)):
+        plain, compiled = (m.generate(x, 24, lengths=[1, 4, 6], compile=c, **how) for c in (False, True))
+        assert torch.equal(plain, compiled)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+    torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore")
+@system
 def test_compiles_to_one_graph(system):
     torch._dynamo.reset()
     layers = {"sparse": 4, "anchors": 4, "source_2": 3, "source_2_no_skip": 3, "cross_previous": 3}
