@@ -114,11 +114,15 @@ with open(os.path.join(REPO, "results", "bench", "nvidia-h100-80gb-hbm3.json"), 
 def test_performance_blocks_are_the_measured_ones():
     """docs/performance.md holds every table of results/bench but the systems', line by line."""
     with open(os.path.join(REPO, "docs", "performance.md"), encoding="utf-8") as f:
-        block = f.read().split("```")[1]
+        text = f.read()
+    block = text.split("```")[1]
     tables = {k: v for k, v in MEASURED.items() if "systems.py" not in k}
     want = "\n\n".join("\n".join([f"$ python -m analysis.bench {k}", *(bench.line(n, r) for n, r in v["rows"].items())])
                        for k, v in tables.items())
     assert block.strip() == want
+    with open(os.path.join(REPO, "results", "bench", "cpu.json"), encoding="utf-8") as f:
+        cached, uncached = (row["tokens_per_s"] for row in json.load(f)["config/82M.py --decode=1000 --device=cpu"]["rows"].values())
+    assert f"{cached:.1f} against {uncached:.2f} tokens/s" in text and f"{cached / uncached:.0f} times" in text
 
 
 def test_systems_table_is_the_measured_one():
