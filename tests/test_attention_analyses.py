@@ -117,7 +117,7 @@ def explicit(model, n, ids):
     found, attn = {}, model.transformer.h[n - 1].attn
     attend = attn.attend
 
-    def spy(q, k, v, mask, first=None):
+    def spy(q, k, v, mask, first=None, **rest):
         B, kv, S = k.shape[:3]
         weights, _ = attend(q, k, torch.eye(S).expand(B, kv, S, S), mask, first)
         found["weights"] = weights[..., :S // 2] + weights[..., S // 2:] if attn.cross else weights

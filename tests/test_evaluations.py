@@ -83,7 +83,7 @@ def test_bytes_per_token_of_every_system_and_size(tmp_path, capsys, monkeypatch)
         for name, of_vanilla in (("gqa2", 1 / 2), ("cla2", 1 / 2), ("cla2_gqa4", 1 / 8), ("identity", 1)):
             assert found[f"{size}/{name}"]["of_vanilla"] == of_vanilla
     assert "180M/gqa8: left out: 12 heads" in said.err and "2M/sparse: left out" in said.err
-    assert len([n for n in found if n.startswith("82M/")]) == 31 and is_picture(tmp_path / "kv_cache.png")
+    assert len([n for n in found if n.startswith("82M/")]) == 34 and is_picture(tmp_path / "kv_cache.png")
     r = found["468M/vanilla"]
     assert r["weight_bytes"] == 2 * (467_921_920 + 2 * 27 * 1024)  # the paper's 50,277 rows, rounded up to 50,304
     free = 80e9 - r["weight_bytes"]
