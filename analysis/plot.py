@@ -1,4 +1,6 @@
 """Pictures. Imports nothing of the project."""
+import textwrap
+
 import matplotlib
 
 matplotlib.use("Agg")  # files only: no screen is needed
@@ -8,7 +10,7 @@ from matplotlib.ticker import AutoLocator, EngFormatter, LogLocator, MaxNLocator
 
 def draw(path, panels, title="", caption=""):
     """
-    A picture of panels side by side, each a dict:
+    A picture of panels side by side, four or more in two rows, each a dict:
         series   {name: [(xs, ys), ...]}: one line per repetition (seed), all in the name's colour and style; xs may be words
         x, y     names and units of the axes
         title    above the panel
@@ -21,8 +23,14 @@ def draw(path, panels, title="", caption=""):
         points   {name: (xs, ys)}: points in the name's colour, apart from its line
     caption: what to look for, below all.
     """
-    figure = Figure(figsize=(8 if len(panels) == 1 else 4.8 * len(panels), 5), dpi=120, layout="constrained")
-    for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels):
+    rows = 1 if len(panels) < 4 else 2
+    columns = -(-len(panels) // rows)
+    width = 8 if len(panels) == 1 else 4.8 * columns
+    figure = Figure(figsize=(width, 5 if rows == 1 else 8), dpi=120, layout="constrained")
+    places = figure.subplots(rows, columns, squeeze=False).flat
+    for axes in list(places)[len(panels):]:
+        axes.remove()
+    for axes, panel in zip(figure.axes, panels):
         if panel.get("zero"):
             axes.axhline(0, color="0.5", linewidth=1)
         names = list(panel["series"])
@@ -47,7 +55,7 @@ def draw(path, panels, title="", caption=""):
         if panel.get("whole"):
             axes.xaxis.get_major_locator().set_params(integer=True)
         if names:
-            axes.legend(fontsize=8)
+            axes.legend(fontsize=8, framealpha=0.5)  # a line beneath shows through
         if names and any(isinstance(x, str) for xs, _ in panel["series"][names[0]] for x in xs):
             axes.tick_params(axis="x", labelrotation=30)  # names take more room than numbers
         axes.set_xlabel(panel["x"])
@@ -55,7 +63,7 @@ def draw(path, panels, title="", caption=""):
         axes.set_title(panel.get("title", ""), fontsize=10)
     figure.suptitle(title)
     if caption:
-        figure.supxlabel(caption, fontsize=9)
+        figure.supxlabel("\n".join(textwrap.fill(line, int(14 * width)) for line in caption.splitlines()), fontsize=9)
     figure.savefig(path)
 
 

@@ -1,98 +1,120 @@
-"""docs/walk.md: its commands run, the code it quotes is model.py's, its tables are those of the files beside its pictures."""
+"""docs/walk.md is held to the code: its commands run, its quotes are model.py's lines, its tables are walk.json's."""
+import dataclasses
 import importlib
 import json
 import os
 import re
-import shutil
+import shlex
+import signal
 import sys
 
 import pytest
 
 import train
 from analysis import walk
-from configurator import REPO, configure
+from configurator import REPO, UserError, command, configure
 
 DOCS = os.path.join(REPO, "docs")
-with open(walk.WALK, encoding="utf-8") as f:
-    TEXT = f.read()
-STEPS = walk.steps(TEXT)
-ANALYSES = [words for words in STEPS if words[0] == "-m"]
+TEXT = open(walk.WALK, encoding="utf-8").read()
+README = open(os.path.join(REPO, "README.md"), encoding="utf-8").read()
+SECTION = README.split("## See the mechanism\n")[1].split("\n## ")[0]
+FOUND = json.load(open(os.path.join(DOCS, "walk.json"), encoding="utf-8"))
+COMMANDS = walk.commands(TEXT)
+# the options that make a model of the walk as small as the fixture's; 4 layers, since anchors=1,4
+TINY = dict(n_layer=4, n_head=4, n_embd=32, block_size=16, batch_size=2, max_iters=1, warmup_iters=1, eval_iters=1,
+            sample_tokens=0)
 
 
-def test_every_command_is_found():
-    assert len(STEPS) == TEXT.count("```bash") and len(ANALYSES) == len(STEPS) - 1
+def analyse(words, monkeypatch, trained, out):
+    """Run an analysis' command in this process on the fixture's runs, whose names are the walk's; it writes to out."""
+    module = importlib.import_module(words[2])
+    for word in words[3:]:
+        assert word.startswith(("--", "out/")), word
+    assert any(w.startswith("--out_dir=out/") for w in words)  # the fixture's folder must not change
+    args = [re.sub(r"^out/\w+", str(trained / "runs"), w) for w in words[3:] if not w.startswith("--out_dir=")]
+    monkeypatch.setattr(sys, "argv", [words[2], *args, f"--out_dir={out}"])
+    command(module.main)
 
 
-def test_the_runs_can_be_trained():
-    script, *words = STEPS[0]
-    config = configure(train.Config, [os.path.join(REPO, w) for w in words])
-    assert script == "train.py" and config.out_dir == "out/walk" and len(train.plan(config)) == 4
+def test_the_lessons_commands_write_all_pictures_and_tables(trained, tmp_path, monkeypatch):
+    lesson = [words for words in walk.commands(TEXT.partition("## 6")[0]) if words[1] == "-m"]
+    for words in lesson:
+        analyse(words, monkeypatch, trained, tmp_path)
+        assert words[-1] == f"--out_dir={walk.OUT}"
+    found = walk.tables(str(trained / "runs"), str(tmp_path))
+    assert found.keys() == FOUND["tables"].keys()
+    for name, rows in found.items():
+        assert rows[0] == FOUND["tables"][name][0] or name == "similarity"  # its head is layers, of which the fixture has fewer
+        assert len({len(row) for row in rows}) == 1 and len(rows) > 2
+    for name in walk.pictures(TEXT):
+        folder = str(trained / "runs") if name in walk.PICTURES else str(tmp_path)
+        assert os.path.exists(os.path.join(folder, name + ".png"))
+    again = walk.renewed(TEXT, found)
+    assert again != TEXT and walk.renewed(again, FOUND["tables"]) == TEXT  # only tables change
+    with pytest.raises(UserError, match="no table 'concentration'"):
+        walk.renewed(TEXT, {})
 
 
-@pytest.mark.parametrize("words", ANALYSES, ids=lambda words: words[1])
-def test_every_analysis_runs_on_tiny_runs(words, trained, tmp_path, monkeypatch, capsys):
-    """The same systems as the walk's, in the tests' size."""
-    place = {"docs/walk": str(tmp_path / "docs")}
-    runs = str(tmp_path / "runs")
-    shutil.copytree(trained / "runs", runs)
-    args = [w.replace("docs/walk", place["docs/walk"]).replace("out/walk", runs) for w in words[2:]]
-    monkeypatch.setattr(sys, "argv", [words[1], *args])
-    importlib.import_module(words[1]).main()
-    assert walk.table(capsys.readouterr().out).count("\n") >= 2
-    name = words[1].removeprefix("analysis.")
-    assert sorted(os.listdir(tmp_path / "docs")) == [f"{name}.json", f"{name}.png"]
+@pytest.mark.parametrize("words", [w for w in walk.commands(TEXT.partition("## 6")[2]) if w[1] == "-m"], ids=lambda w: w[2])
+def test_the_exercises_analyses_run(words, trained, tmp_path, monkeypatch):
+    analyse(words, monkeypatch, trained, tmp_path)
+    assert (tmp_path / f"{words[2].removeprefix('analysis.')}.png").exists()
 
 
-def test_quoted_code_is_in_the_model():
+@pytest.mark.parametrize("words", [w for w in COMMANDS if w[1] == "train.py"], ids=lambda w: w[-1])
+def test_training_commands_train(words, trained, tmp_path):
+    config = configure(train.Config, words[2:])
+    assert config.out_dir.startswith("out/") and config.baseline == ""
+    config = dataclasses.replace(config, data=str(trained / "bins"), out_dir=str(tmp_path / "runs"), **TINY)
+    handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
+    train.train_list(config, train.World(), train.Signals())
+    for s, handler in handlers.items():
+        signal.signal(s, handler)
+    picked = getattr(config.runs, "picked", ()) or list(config.runs)
+    assert list(json.load(open(tmp_path / "runs/summary.json"))) == [name for name in config.runs if name in picked]
+
+
+def test_every_command_is_tested():
+    assert all(words[0] == "python" and (words[1] == "train.py" or words[1] == "-m" and words[2].startswith("analysis."))
+               for words in COMMANDS) and len(COMMANDS) > 12
+
+
+def test_quoted_lines_are_those_of_the_model():
     with open(os.path.join(REPO, "model.py"), encoding="utf-8") as f:
-        model = f.read()
-    quotes = re.findall(r"```python\n(.*?)```", TEXT, flags=re.S)
-    assert len(quotes) >= 3 and all(quote in model for quote in quotes)
+        lines = f.read().splitlines()
+    quoted = [line for block in re.findall(r"```python\n(.*?)```", TEXT, flags=re.S) for line in block.splitlines()]
+    assert len(quoted) > 15
+    for line in quoted:
+        assert line in lines
+    inline = TEXT.partition("**4.")[2].partition("**5.")[0]  # the exercise that changes a line names what it replaces
+    assert 'seen["v"].items()' in inline and any('{**seen["v"], self.layer: v}' in line for line in lines)
 
 
-def test_pictures_are_there_and_none_is_left_over():
-    shown = set(re.findall(r"!\[[^]]+\]\(walk/(\w+\.png)\)", TEXT))
-    assert shown == {name for name in os.listdir(os.path.join(DOCS, "walk")) if name.endswith(".png")}
-    assert sum(os.path.getsize(os.path.join(DOCS, "walk", name)) for name in shown) < 1.5e6
+def test_tables_are_those_of_the_json():
+    assert walk.renewed(TEXT, FOUND["tables"]) == TEXT
+    assert sorted(re.findall(r"<!-- table: (\w+) -->", TEXT)) == sorted(FOUND["tables"])
+    rows = sum(len(rows) + 1 for rows in FOUND["tables"].values())
+    assert len([line for line in TEXT.splitlines() if line.startswith("|")]) == rows  # no table without a name
 
 
-def told(words):
-    """The table below a command."""
-    return TEXT.split("python " + " ".join(words) + "\n```\n\n```\n")[1].split("\n```")[0]
+def test_pictures_are_there_small_and_all_shown():
+    there = {name for name in os.listdir(DOCS) if name.endswith(".png")}
+    assert there == {f"{name}.png" for name in walk.pictures(TEXT)}
+    assert sum(os.path.getsize(os.path.join(DOCS, name)) for name in there) < 1_000_000
 
 
-def content(name):
-    with open(os.path.join(DOCS, "walk", f"{name}.json"), encoding="utf-8") as f:
-        return json.load(f)
+def test_links_lead_somewhere():
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", TEXT):
+        assert os.path.exists(os.path.join(DOCS, target)), target
+    assert "(docs/walk.md)" in SECTION
 
 
-def numbers(x):
-    """All numbers anywhere in a JSON file."""
-    if isinstance(x, dict):
-        x = list(x.values())
-    if isinstance(x, list):
-        return {n for item in x for n in numbers(item)}
-    return {x} if isinstance(x, (int, float)) and not isinstance(x, bool) else set()
-
-
-@pytest.mark.parametrize("words", [w for w in ANALYSES if w[1] != "analysis.kv_cache"], ids=lambda words: words[1])
-def test_tables_are_those_of_the_files(words):
-    """Every number with decimals in a table is one of the file's, rounded as the table has it."""
-    known, checked = numbers(content(words[1].removeprefix("analysis."))), 0
-    head, *rows = told(words).splitlines()
-    end = head.find("drain") if "drain" in head else None  # from there on ratios of two of the file's numbers
-    for row in (row[:end] for row in rows):
-        for cell in re.split(r"[\s,\[\]]+", row):
-            if re.fullmatch(r"[+-]?\d+\.\d+", cell):
-                step = 10.0 ** -len(cell.split(".")[1])
-                assert any(abs(n - float(cell)) <= 0.501 * step for n in known), (row, cell)
-                checked += 1
-    assert checked >= 4
-
-
-def test_rebuilding_puts_each_table_below_its_command_and_changes_nothing_else():
-    tables = {" ".join(words): f"a  b\n{i}  {i}" for i, words in enumerate(STEPS)}
-    once = walk.rebuild(TEXT, lambda words: "noise\n\n" + tables[" ".join(words)] + "\n\nwrote x")
-    assert walk.steps(once) == STEPS
-    assert all(f"python {command}\n```\n\n```\n{table}\n```\n" in once for command, table in tables.items())
-    assert walk.rebuild(once, told) == TEXT
+def test_the_readme_lists_every_analysis_with_a_command_that_parses():
+    rows = re.findall(r"^\| `python -m analysis\.(\w+)(.*?)` \| (.+) \|$", SECTION, flags=re.M)
+    commands = {name[:-3] for name in os.listdir(os.path.join(REPO, "analysis")) if name.endswith(".py")}
+    assert sorted(name for name, _, _ in rows) == sorted(commands - {"__init__", "common", "attention", "plot", "walk"})
+    for name, words, _ in rows:
+        words = shlex.split(words)
+        files = [w for w in words if w.endswith(".py")]
+        assert all(w in files or w.startswith(("--", "out/quickstart")) for w in words)
+        configure(importlib.import_module(f"analysis.{name}").Config, [*files, *(w for w in words if w.startswith("--"))])
