@@ -318,11 +318,14 @@ def open_data(config, world):
 def read_log(folder):
     """(training lines, evaluation lines), each {iteration: line}. A torn last line, of a killed run, is left out."""
     steps, evals = {}, {}
-    with contextlib.suppress(FileNotFoundError), open(os.path.join(folder, "log.jsonl"), encoding="utf-8") as f:
+    with contextlib.suppress(FileNotFoundError), \
+            open(os.path.join(folder, "log.jsonl"), encoding="utf-8", errors="replace") as f:
         for text in f:
             if text.endswith("\n"):
                 try:
                     line = json.loads(text)
+                    if "loss" not in line and not {"val_loss", "val", "val_mean"} <= set(line):
+                        raise KeyError("neither a training line nor an evaluation")
                     (steps if "loss" in line else evals)[line["iter"]] = line
                 except (ValueError, KeyError, TypeError):
                     raise UserError(f"{f.name}: holds a line that train.py did not write: {text[:60]!r}") from None

@@ -56,9 +56,12 @@ class Run:
         try:
             with open(file, encoding="utf-8") as f:
                 self.config = json.load(f)
-            if not {"n_layer", "tokenizer"} <= set(self.config):
-                raise ValueError("it has no n_layer or tokenizer")
-            self.config.setdefault("comparable", {})  # an imported model was not trained here
+            # an imported model was not trained here, and has no data, baseline or batch
+            self.config = {"comparable": {}, "baseline": "", "data": "", "out_dir": path, "rel_window": 1,
+                           "tokens_per_iter": 0, "max_iters": 0, **self.config}
+            missing = sorted({"n_layer", "tokenizer", "vocab_size", "block_size", "seed"} - set(self.config))
+            if missing:
+                raise ValueError(f"it has no {', '.join(missing)}")
             known = {f.name: self.config[f.name] for f in dataclasses.fields(GPTConfig) if f.name in self.config}
             self.shape = GPTConfig(**known)
             self.shape.check()
@@ -83,8 +86,12 @@ class Run:
         """The trained GPT in eval mode; random: the same model before its first step."""
         if random:
             return GPT(self.shape, self.config["seed"]).to(device).eval()
+        ckpt = self.checkpoint()
+        differs = [k for k, v in ckpt["model_config"].items() if getattr(self.shape, k) != v]
+        if differs:
+            raise UserError(f"{self.path}: config.json and ckpt.pt have different {', '.join(differs)}; restore one of them")
         try:
-            return from_checkpoint(self.checkpoint()).to(device)
+            return from_checkpoint(ckpt).to(device)
         except ValueError as e:
             raise UserError(f"{self.path}/ckpt.pt: {e}") from None
 
@@ -104,9 +111,20 @@ def find_runs(paths):
                 order = {name: i for i, name in enumerate(json.load(f))}
             listed = True
         below.sort(key=lambda folder: order.get(os.path.relpath(folder, path).split(os.sep)[0], len(order)))
-        found += [folder for folder in below if folder not in found]
+        found += [folder for folder in below if os.path.realpath(folder) not in map(os.path.realpath, found)]
     runs = [Run(path, common_folder(found)) for path in found]
     return runs if listed else sorted(runs, key=lambda r: bool(r.config.get("baseline")))  # baselines first
+
+
+def logged(runs):
+    """The runs that have a log.jsonl; the others, imported ones say, are named and left out. Raises UserError when none is left."""
+    found = [r for r in runs if os.path.exists(os.path.join(r.path, "log.jsonl"))]
+    for run in runs:
+        if run not in found:
+            skip(run, "it has no log.jsonl: it was not trained here")
+    if runs and not found:
+        raise UserError(f"{runs[0].path}: has no log.jsonl; give a run that train.py wrote")
+    return found
 
 
 def trained(runs):
@@ -132,6 +150,8 @@ def arguments(Config, argv, needs_runs=True):
     if needs_runs and not paths:
         raise UserError("give at least one run folder, such as out/quickstart; --help lists the options")
     runs = find_runs(paths)
+    if config.out_dir and os.path.exists(config.out_dir) and not os.path.isdir(config.out_dir):
+        raise UserError(f"--out_dir={config.out_dir}: is a file; give a folder, which is made if it is missing")
     if isinstance(config, ModelOptions):
         at_least(config, config.fewest_sequences, "sequences")
         at_least(config, 1, "batch_size")
@@ -170,7 +190,13 @@ def windows(config, data, desc="", bins=None):
 
 def open_data(config, run):
     """prepare.Data of --data, or of what the run was trained on. Raises UserError, also for another vocabulary."""
-    data = prepare.Data(config.data or run.config["data"])
+    name = config.data or run.config["data"]
+    if not name:
+        raise UserError(f"{run.name} was not trained on bins here: give some with --data")
+    if name == "builtin" and not os.path.exists("builtin"):
+        data = train.open_data(train.Config(block_size=1), train.World())  # as training makes it, where it is missing
+    else:
+        data = prepare.Data(name)
     if data.tokenizer != run.config["tokenizer"]:
         raise UserError(f"{data.path} was tokenized with {data.tokenizer}, and {run.name} with {run.config['tokenizer']}: "
                         "give bins of the same tokenizer")
@@ -187,6 +213,9 @@ def write(config, runs, name, head, rows, content, draw):
     Print the table (a list of columns' names, and rows of cells), and write name.json with content and name.png with
     draw(path) to out_dir, or beside the runs.
     """
+    if isinstance(config, ModelOptions):  # what was measured on
+        options = {k: v for k, v in dataclasses.asdict(config).items() if k not in ("out_dir", "device")}
+        content = {**content, "options": options}
     print(train.aligned(head, [[str(cell) for cell in row] for row in rows]))
     folder = config.out_dir or (common_folder([r.path for r in runs]) if runs else ".")
     os.makedirs(folder, exist_ok=True)

@@ -182,7 +182,16 @@ def main():
             raise UserError("--stride scores every token of a bin: leave --sequences out")
         with contextlib.redirect_stderr(io.StringIO()) if world.rank else contextlib.nullcontext():  # said once is enough
             runs = common.trained(runs)
-        results = {run.name: evaluate(run, config, world) for run in runs}
+        results = {}
+        for run in list(runs):
+            try:
+                results[run.name] = evaluate(run, config, world)
+            except UserError as e:
+                if len(runs) == 1:
+                    raise
+                runs.remove(run)
+                if not world.rank:
+                    common.skip(run, e)
         if world.rank == 0:
             rows = [[run.name, name, f"{n['tokens']:,}" if "tokens" in n else "",
                      *("-" if n[k] is None else f"{n[k]:.4f}" for k in ("loss", "perplexity", "bits_per_byte"))]

@@ -207,6 +207,9 @@ def main():
             continue
         folder = os.path.join(run.path, "hf") if not config.out_dir else \
             config.out_dir if single else os.path.join(config.out_dir, run.name)
+        if any(os.path.exists(os.path.join(folder, name)) for name in ("ckpt.pt", "log.jsonl")):
+            raise UserError(f"--out_dir={config.out_dir}: {folder} holds a run, whose config.json this would replace; give "
+                            "another folder")
         worst = export(run, folder)
         print(f"wrote {folder}; its logits differ from the run's by {worst:.1e} of the largest at most")
 

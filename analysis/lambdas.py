@@ -65,7 +65,7 @@ def main():
     rows, content = [], {}
     layers_of = {key: {} for key in KEYS}  # {key: {label: [(layers, values) of each seed]}}, at the last evaluation
     training = {}  # {label: (kind, seed, {layer: [(iterations, values)]})} of each system's first seed
-    for run in runs:
+    for run in common.logged(runs):
         found = histories(run)
         if not found:
             c = run.shape

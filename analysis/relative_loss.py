@@ -209,7 +209,7 @@ def main():
                    title=f"training, moving average over {windows} iterations"),
               dict(series=curves["val"][0], bands=curves["val"][1], x="iteration", y=unit, zero=True, marks=True,
                    title="validation")]
-    if names:
+    if len(names) > 1:
         panels.append(dict(series={s: [(list(f.values()), list(f))] for s, f in last.items() if f}, x=unit, y="source",
                            marks=True, title="validation by source, last evaluation"))
     common.write(

@@ -206,7 +206,8 @@ def system_name(run, names):
 def usable(config, runs):
     """[(run, system, loss)] of the runs that count; says which do not, and why."""
     names, found, seen = [n.strip() for n in config.systems.split(",") if n.strip()], [], {}
-    settings = [(r.config["comparable"].get("data"), r.config["block_size"]) for r in runs]
+    runs, same = common.logged(runs), ("data", "block_size", "learning_rate", "eval_iters x batch_size")
+    settings = [tuple(r.config["comparable"].get(name) for name in same) for r in runs]
     usual = max(settings, key=settings.count)
     for run, mine in zip(runs, settings):
         c, (_, evals), system = run.config, run.log, system_name(run, names)
@@ -220,7 +221,7 @@ def usable(config, runs):
                         f"{c['lr_decay_iters']}, max_iters={c['max_iters']})")
         elif mine != usual:
             common.skip(run, ", ".join(f"its {what} is {own} and most runs' {other}" for what, own, other in zip(
-                ("data", "block_size"), mine, usual) if own != other))
+                same, mine, usual) if own != other))
         elif key in seen:
             common.skip(run, f"{seen[key]} is of the same system, size, tokens and seed")
         else:

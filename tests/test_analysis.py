@@ -1,8 +1,11 @@
 """What the analyses share: finding runs, windows, output. Each analysis has its own test file."""
+import json
+import shutil
+
 import pytest
 
 from analysis import common
-from configurator import UserError
+from configurator import UserError, command
 
 
 def test_find_runs_in_order_of_their_list_with_names_and_systems(trained):
@@ -35,3 +38,42 @@ def test_windows_are_spread_over_the_bin(trained):
     for option, words in (("--length=33", "block_size is 32"), ("--sequences=0", "at least 1"), ("--device=tpu", "device")):
         with pytest.raises(UserError, match=words):
             common.arguments(common.ModelOptions, [str(trained / "runs"), option])
+
+
+def test_a_run_spelled_twice_counts_once(trained):
+    path = str(trained / "runs/gqa/seed1")
+    assert len(common.find_runs([path, path + "/", str(trained / "runs/../runs/gqa/seed1")])) == 1
+
+
+@pytest.mark.parametrize("change, words", [({"n_layer": 3}, "different n_layer"), ({"tokenizer": None}, "has no tokenizer")])
+def test_a_config_that_is_not_the_checkpoints_is_refused(trained, tmp_path, change, words):
+    run = shutil.copytree(trained / "runs/vanilla/seed1", tmp_path / "run")
+    config = json.loads((run / "config.json").read_text())
+    (run / "config.json").write_text(json.dumps({k: v for k, v in {**config, **change}.items() if v is not None}))
+    with pytest.raises(UserError, match=words):
+        common.find_runs([str(run)])[0].model()
+
+
+@pytest.mark.parametrize("line", [b'{"iter": 3}\n', b"\xff\xfe\x00\n", b'"loss"\n'])
+def test_a_line_that_train_did_not_write_is_refused(trained, tmp_path, line):
+    run = shutil.copytree(trained / "runs/vanilla/seed1", tmp_path / "run")
+    with open(run / "log.jsonl", "ab") as f:
+        f.write(line)
+    with pytest.raises(UserError, match=r"log\.jsonl: holds a line"):
+        common.find_runs([str(run)])[0].log
+
+
+def test_export_never_replaces_a_run(trained, tmp_path, monkeypatch, capsys):
+    from analysis import export
+    run = shutil.copytree(trained / "runs/vanilla/seed1", tmp_path / "run")
+    before = (run / "config.json").read_bytes()
+    monkeypatch.setattr("sys.argv", ["export", str(run), f"--out_dir={run}"])
+    with pytest.raises(SystemExit) as end:
+        command(export.main)
+    assert end.value.code == 2 and "holds a run" in capsys.readouterr().err and (run / "config.json").read_bytes() == before
+
+
+def test_an_out_dir_that_is_a_file_is_refused_first(trained, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="--out_dir=.*is a file"):
+        common.arguments(common.Options, [str(trained / "runs"), f"--out_dir={tmp_path}/file"])
