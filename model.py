@@ -46,7 +46,7 @@ class GPTConfig:
     value_lambda1: float | None = None  # weight of the source; None: identity, learnable 1/2; constant 2
     value_lambda2: float | None = None  # weight of the layer's own V; None: identity, learnable, plus 1/2; constant 1
     value_layers: str = ""  # layers that mix, as 6-8 or 6,7,8; empty: 2..n_layer
-    value_source: str = "first"  # first | previous | all (mean of earlier ones; identity then is Eq 5) | a layer number
+    value_source: str = "first"  # first | previous | all (their mean; identity: all of V_1..V_n alike, Eq 5) | a layer number
     value_anchors: str = "1"  # with shared_value: the layers that compute values, shared until the next (Fig 17)
     plus_init: Literal["zeros", "depth"] = "zeros"  # logits of value_mix=plus: uniform, or n / n_layer (unknown in paper)
     # systems the paper compares with
@@ -111,7 +111,10 @@ class GPTConfig:
         try:
             for part in text.split(","):
                 first, dash, last = part.partition("-")
-                found += range(int(first), int(last if dash else first) + 1)
+                part = range(int(first), int(last if dash else first) + 1)
+                if not part:
+                    raise ValueError("an empty range")
+                found += part
         except ValueError:
             found = []
         if text != f"2-{self.n_layer}" and (not found or min(found) < 1 or max(found) > self.n_layer):
@@ -180,13 +183,16 @@ class GPTConfig:
             (self.shared_key and shared_k, "shared_key already shares keys: leave cla and share_k_every out"),
             (any(all(self.take(t, n) != n for t in "qkv") for n in range(1, self.n_layer + 1)),
              "with queries, keys and values all shared, a layer's attention would read nothing of its own input"),
+            (self.attention_residual and (self.shared_query and self.shared_key),
+             "attention_residual mixes A_1 into A_n, which is A_1 already with shared_query and shared_key"),
             (self.plus_init != "zeros" and self.value_mix != "plus", "plus_init needs value_mix=plus"),
             (not 0 <= self.neutreno < math.inf, f"neutreno={self.neutreno}: expected at least 0"),
             (not all(math.isfinite(x or 0) for x in (self.value_lambda1, self.value_lambda2)),
              f"value_lambda1={self.value_lambda1}, value_lambda2={self.value_lambda2}: expected finite numbers"),
             (self.identity_mapping and (self.value_residual or self.shared_value or shared_v or self.neutreno),
-             "identity_mapping (Eq 6) is compared alone: it needs every layer's own, unmixed values"),
-            (self.neutreno and self.shared_value, "neutreno adds V_1 - V_n, which is zero when values are shared"),
+             "identity_mapping (Eq 6) needs every layer's own, unmixed values and no other term beside attention"),
+            (self.neutreno and all(self.take("v", n) == 1 for n in range(1, self.n_layer + 1)),
+             "neutreno adds V_1 - V_n, which is zero when all layers take V_1"),
             (self.cross_layer and (self.value_residual or self.shared_value or self.shared_key or shared_k or shared_v
                                    or self.key_residual or self.attention_residual or self.value_source == "all"),
              "cross_layer (Eq 2) concatenates the unshared, unmixed keys and values of two layers with one softmax"),

@@ -117,7 +117,7 @@ def find_runs(paths):
 
 
 def logged(runs):
-    """The runs that have a log.jsonl; the others, imported ones say, are named and left out. Raises UserError when none is left."""
+    """The runs that have a log.jsonl; others, imported ones say, are named and left out. Raises UserError when none is left."""
     found = [r for r in runs if os.path.exists(os.path.join(r.path, "log.jsonl"))]
     for run in runs:
         if run not in found:

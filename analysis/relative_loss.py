@@ -159,6 +159,7 @@ def over_seeds(curves, window=1):
 
 def main():
     config, runs = common.arguments(Config, sys.argv[1:])
+    runs = common.logged(runs)
     at_least(config, 0, "window")
     at_least(config, 2, "fit_last")
     rows, content = [], {}

@@ -207,7 +207,8 @@ def usable(config, runs):
     """[(run, system, loss)] of the runs that count; says which do not, and why."""
     names, found, seen = [n.strip() for n in config.systems.split(",") if n.strip()], [], {}
     runs, same = common.logged(runs), ("data", "block_size", "learning_rate", "eval_iters x batch_size")
-    settings = [tuple(r.config["comparable"].get(name) for name in same) for r in runs]
+    settings = [tuple({**r.config, **{k: r.config["comparable"].get(k) for k in (same[0], same[3])}}[k] for k in same)
+                for r in runs]
     usual = max(settings, key=settings.count)
     for run, mine in zip(runs, settings):
         c, (_, evals), system = run.config, run.log, system_name(run, names)

@@ -60,7 +60,7 @@ def test_a_line_that_train_did_not_write_is_refused(trained, tmp_path, line):
     with open(run / "log.jsonl", "ab") as f:
         f.write(line)
     with pytest.raises(UserError, match=r"log\.jsonl: holds a line"):
-        common.find_runs([str(run)])[0].log
+        assert common.find_runs([str(run)])[0].log
 
 
 def test_export_never_replaces_a_run(trained, tmp_path, monkeypatch, capsys):

@@ -95,7 +95,7 @@ def test_cost_is_that_of_the_runs(name):
                       r"small: (\S+) FLOPs, (\S+) hours", " ".join(docstring(name).split()))
     n, shorter, whole, hours, part, part_hours = found.groups()
     tokens = {round(c.tokens_per_iter * c.max_iters / 1e9, 2) for c in runs.values()}
-    assert int(n) == len(runs) and tokens == {20.97, 20.48} if shorter else tokens == {20.97}
+    assert int(n) == len(runs) and tokens == ({20.97, 20.48} if shorter else {20.97})
     for told, told_hours, configs in ((whole, hours, runs), (part, part_hours, small)):
         count = sum(flops(c) for c in configs.values())
         assert float(told) == pytest.approx(count, rel=0.05)

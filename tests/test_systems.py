@@ -450,10 +450,11 @@ def builtin(tmp_path_factory):
     return prepare.Data(folder)
 
 
-@system
+@pytest.mark.parametrize("system", [None, "identity", "svformer", *SYSTEMS])
 def test_trains_on_the_builtin_corpus(system, builtin):
     """50 iterations: the loss falls, on held-out windows and far below the start, and the learned weights move."""
-    m = GPT(config(system, "gqa", vocab_size=builtin.vocab_size)).train()
+    plain = {"identity": RES, "svformer": SV}.get(system, {})
+    m = GPT(config(None if plain else system, "gqa", vocab_size=builtin.vocab_size, **plain)).train()
     o = m.configure_optimizers(weight_decay=0.1, learning_rate=1e-2, betas=(0.9, 0.95), value_lr_scale=1.0)
     before = {n: p.detach().clone() for n, p in mixing(m).items()}
     assert bool(before) == (system in LEARNED)
@@ -974,7 +975,8 @@ def nonsense(a, b):
     no_own_v, no_own_k = {"svformer", "anchors", "cla", "share_v"}, {"cla", "share_k", "shared_key"}
     return bool(
         both & VALUES and both & no_own_v  # no own value to mix
-        or both & {"svformer", "anchors"} and both & {"share_v", "neutreno"}  # V_n is V_1 (or shared already)
+        or both & {"svformer", "anchors"} and "share_v" in both  # shared already
+        or both == {"svformer", "neutreno"}  # V_n is V_1
         or both == {"cla", "share_k"} or both == {"cla", "share_v"}
         or "shared_key" in both and both & {"cla", "share_k"}
         or both == {"shared_query", "query_residual"} or both == {"shared_query", "cla"}  # no projection left to every second
@@ -1049,7 +1051,10 @@ def test_pairs_of_systems_work_or_are_refused(a):
     (dict(RES, identity_mapping=True), "identity_mapping"), (dict(SV, identity_mapping=True), "identity_mapping"),
     (dict(cla=2, identity_mapping=True), "identity_mapping"), (dict(neutreno=0.4, identity_mapping=True), "identity_mapping"),
     (dict(share_v_every=2, identity_mapping=True), "identity_mapping"),
-    (dict(SV, neutreno=0.4), "neutreno"),
+    (dict(SV, neutreno=0.4), "neutreno"), (dict(share_v_every=4, neutreno=0.4), "neutreno"),
+    (dict(RES, value_layers="3,4-2"), "as 6-8"),
+    (dict(attention_residual=True, shared_query=True, shared_key=True), "A_1"),
+
     (dict(RES, cross_layer=True), "cross_layer"), (dict(SV, cross_layer=True), "cross_layer"),
     (dict(cla=2, cross_layer=True), "cross_layer"), (dict(shared_key=True, cross_layer=True), "cross_layer"),
     (dict(share_k_every=2, cross_layer=True), "cross_layer"), (dict(share_v_every=2, cross_layer=True), "cross_layer"),
@@ -1069,7 +1074,7 @@ def test_meaningless_combinations_are_refused_with_a_reason(options, reason):
     dict(shared_query=True, cla=2), dict(shared_query=True, shared_key=True, share_v_every=2),
 ], ids=str)
 def test_a_layer_without_any_projection_is_refused(options):
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="nothing of its own input"):
         config(**options).check()
 
 
@@ -1095,3 +1100,26 @@ def test_every_system_takes_any_number_of_key_value_heads(system, n_kv_head):
     config(system, n_kv_head=n_kv_head).check()
     if n_kv_head == 4:  # GQA of one query per head is MHA
         assert torch.equal(toy(system, n_kv_head=4)(ids(2, 5))[0], toy(system)(ids(2, 5))[0])
+
+
+def test_the_stream_stays_float32_without_the_first_skip():
+    """Under autocast block 1's output replaces the stream, in the stream's own type."""
+    m, seen = toy(None, no_first_skip=True), []
+    m.transformer.h[0].register_forward_hook(lambda module, args, output: seen.append(output[0].dtype))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        m(ids(2, 9))
+    assert seen == [torch.float32]
+
+
+def test_dropout_acts_on_explicit_attention():
+    m, x = toy(None, attention_residual=True, dropout=0.5), ids(2, 9)
+    for block in m.transformer.h:
+        block.mlp.dropout.p = 0.0
+    m.transformer.drop.p = 0.0
+    drops = [d for name, d in m.named_modules() if name.endswith("attn.dropout")]
+    assert len(drops) == L and torch.equal(m(x)[0], m(x)[0])
+    m.train()
+    torch.manual_seed(0)
+    attn = m.transformer.h[0].attn
+    q, k, v = torch.randn(3, 1, 4, 6, 8)
+    assert not torch.equal(attn.attend(q, k, v, None)[0], attn.attend(q, k, v, None)[0])
