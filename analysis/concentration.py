@@ -102,7 +102,15 @@ def main():
 
     deepest = max(len(r["layers"]) for r in results.values())
 
+    def positions(value):
+        """Of the layer whose attention is the most concentrated, over its first positions."""
+        def line(result):
+            ys = value(min(result["layers"], key=lambda x: x["entropy"])["positions"])
+            return list(range(1, len(ys) + 1)), ys
+        return attention.series(results, line)
+
     by_layer = dict(x="layer", marks=True, whole=True)
+    by_position = dict(x="position, in the layer of lowest entropy", log="x")
 
     def draw(path):
         plot.draw(path, [
@@ -114,6 +122,10 @@ def main():
                  y="value norm: token 1 / mean of the others", title="Value-state drain: below 1", **by_layer),
             dict(series=lines(lambda x: x["first_hidden_norm"] / x["mean_hidden_norm"]),
                  y="hidden norm: token 1 / mean of all", title="Residual-state peak: far above 1", **by_layer),
+            dict(series=positions(lambda x: x["importance"]), y="importance (share of all attention)",
+                 title="Sink by position: token 1 alone is high", **by_position),
+            dict(series=positions(lambda x: x["value_norm"]), y="value norm", title="Drain by position: token 1 alone is low",
+                 **by_position),
         ], f"Attention concentration over {length} tokens",
             "Look for: in the paper, vanilla's middle layers drop in entropy, give token 1 a large share and shrink its value; "
             "ResFormer's stay closer to uniform. Values are V', as attended to.")

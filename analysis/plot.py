@@ -16,7 +16,6 @@ def draw(path, panels, title="", caption=""):
         title    above the panel
         zero     True: a line at 0
         log      which axes are logarithmic: "", "x", "y" or "xy"
-        whole    True: x is a whole number, such as a layer
         marks    True: points on the lines
         whole    True: ticks of x at whole numbers only, such as layers
         bands    {name: (xs, low, high)}: a shaded band in the name's colour

@@ -304,6 +304,11 @@ def percent(x):
 
 def main():
     config, runs = common.arguments(Config, sys.argv[1:], needs_runs=False)
+    changed = [f.name for f in dataclasses.fields(Config) if getattr(config, f.name) != f.default
+               and f.name not in ("out_dir", "form")]
+    if changed and not runs:
+        raise UserError(f"--{changed[0]}={getattr(config, changed[0])}: is about runs; without any, the paper's Table 5 is "
+                        "worked through")
     comparisons = from_runs(config, runs) if runs else table_5()
     if not comparisons:
         print("nothing to fit: it takes a baseline and another system, both at two sizes or more, or at two numbers of tokens")
