@@ -581,6 +581,11 @@ class Writer:
                 os.remove(os.path.join(self.folder, name + ".tmp"))
 
 
+def spread(n, count):
+    """Numbers of count windows (of all, if there are fewer) spread evenly over n: int64."""
+    return np.linspace(0, n - 1, min(n, count)).round().astype(np.int64)
+
+
 class Bin:
     """A file of token ids, read as windows of block_size + 1 ids that overlap by one: the targets are shifted inputs."""
 
@@ -598,14 +603,18 @@ class Bin:
 
     def read(self, windows, block_size):
         """int64 ids (len(windows), block_size + 1). Raises UserError for an id beyond the vocabulary."""
+        return self.read_at([w * block_size for w in windows], block_size)
+
+    def read_at(self, starts, block_size):
+        """The same of windows that start at these ids."""
         # A new memmap each time costs 50 µs; the pages of a long-lived one count as this process's memory.
         if os.path.getsize(self.path) != self.size:
             raise UserError(f"{self.path}: its size changed while it was in use; put the file back, then run the same command "
                             "again to continue")
-        out = np.empty((len(windows), block_size + 1), np.int64)
-        ids = np.memmap(self.path, self.dtype, mode="r", shape=(self.tokens,)) if len(windows) else None
-        for row, w in zip(out, windows):
-            row[:] = ids[w * block_size:(w + 1) * block_size + 1]
+        out = np.empty((len(starts), block_size + 1), np.int64)
+        ids = np.memmap(self.path, self.dtype, mode="r", shape=(self.tokens,)) if len(starts) else None
+        for row, start in zip(out, starts):
+            row[:] = ids[start:start + block_size + 1]
         if self.vocab_size and out.size and out.max() >= self.vocab_size:  # on a GPU it would be an assertion without a name
             raise UserError(f"{self.path}: holds the id {out.max()}, but the vocabulary has {self.vocab_size}; the file is "
                             "damaged or foreign: run prepare.py again")

@@ -190,6 +190,14 @@ class World:
             torch.distributed.barrier()
 
 
+def checked_device(config):
+    """The device that config.device stands for on this machine. Raises UserError."""
+    try:
+        return usable_device(config.device)
+    except ValueError as e:
+        raise UserError(f"--device={config.device}: {e}") from None
+
+
 def resolve(config, world):
     """The config with device, dtype, compile, tokens_per_iter and lr_decay_iters replaced by what their auto and 0 stand for
     on this machine. Raises UserError for values out of range."""
@@ -200,10 +208,7 @@ def resolve(config, world):
     at_least(config, 0, "beta1", "beta2", "dropout", below=1)
     if config.min_lr > config.learning_rate and config.decay_lr:
         raise UserError(f"--min_lr={config.min_lr}: expected at most learning_rate={config.learning_rate}")
-    try:
-        name = usable_device(config.device)
-    except ValueError as e:
-        raise UserError(f"--device={config.device}: {e}") from None
+    name = checked_device(config)
     device = torch.device(name)
     if device.type == "cuda" and world.group and device.index is None:
         name = f"cuda:{world.local_rank}"
@@ -253,15 +258,15 @@ def micro_batches(config, world):
 @contextlib.contextmanager
 def precision(config):
     """
-    How forward passes are computed: autocast to config.dtype, and on CUDA the fastest attention that fits, cuDNN's where it
-    is there, unless config has fast=False.
+    How forward passes are computed: autocast to config.dtype, and with config.fast on CUDA the fastest attention that fits,
+    cuDNN's where it is there.
     """
     device_type = torch.device(config.device).type
     order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     with contextlib.ExitStack() as stack:
         if config.dtype != "float32":
             stack.enter_context(torch.autocast(device_type, getattr(torch, config.dtype)))
-        if device_type == "cuda" and getattr(config, "fast", True):
+        if device_type == "cuda" and config.fast:
             stack.enter_context(sdpa_kernel(order, set_priority=True))
         yield
 
@@ -642,9 +647,7 @@ class Run:
         config, losses, size = self.config, {}, self.micro_batch
         self.model.eval()
         for name, b in self.data.val.items():
-            n = b.windows(config.block_size)
-            wanted = min(n, config.eval_iters * config.batch_size)
-            windows = np.linspace(0, n - 1, wanted).round().astype(np.int64) if wanted else []
+            windows = prepare.spread(b.windows(config.block_size), config.eval_iters * config.batch_size)
             total = torch.zeros(2, dtype=torch.float64)
             for i in range(self.world.rank * size, len(windows), self.world.size * size):
                 part = windows[i:i + size]
@@ -655,7 +658,7 @@ class Run:
                     _, loss = self.forward(ids[:, :-1], targets)
                 total += torch.tensor([loss.item() * len(part), len(part)], dtype=torch.float64)
             total = self.world.sum(total.to(self.device if self.device.type == "cuda" else "cpu"))
-            if wanted:
+            if len(windows):
                 losses[name] = (total[0] / total[1]).item()
         self.model.train()
         return losses

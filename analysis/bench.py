@@ -44,6 +44,12 @@ class Config(train.Config):
     kv_length: int = 0  # with decode: also how many sequences of this length fit beside their cache, and their speed
 
 
+def resolved_runs(config):
+    """[(name, resolved config)] of the config's runs, or of itself."""
+    runs = [(name, run) for name, _, run in train.plan(config)] if config.runs else [("ours", config)]
+    return [(name, train.resolve(run, train.World())) for name, run in runs]
+
+
 def clean():
     gc.collect()
     torch._dynamo.reset()
@@ -57,12 +63,8 @@ def wait(device):
         torch.cuda.synchronize(device)
 
 
-def our_step(config):
-    """(step(ids), model, FLOPs per token) of a resolved train.Config."""
-    model = train.build(config, train.checked_model_config(config, config.vocab_size or 50304))
-    optimizer = model.configure_optimizers(config.weight_decay, config.learning_rate, (config.beta1, config.beta2))
-    forward = torch.compile(model) if config.compile else model
-
+def stepper(config, model, optimizer, forward):
+    """step(ids): micro_steps passes, clipping and the optimizer."""
     def step(ids):
         for _ in range(config.micro_steps):
             with train.precision(config):
@@ -71,6 +73,14 @@ def our_step(config):
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or float("inf"))
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+    return step
+
+
+def our_step(config):
+    """(step(ids), model, FLOPs per token) of a resolved train.Config."""
+    model = train.build(config, train.checked_model_config(config, config.vocab_size or 50304))
+    optimizer = model.configure_optimizers(config.weight_decay, config.learning_rate, (config.beta1, config.beta2))
+    step = stepper(config, model, optimizer, torch.compile(model) if config.compile else model)
     return step, model, model.flops_per_token()
 
 
@@ -89,16 +99,8 @@ def nanogpt_step(config):
     except (OSError, AttributeError, TypeError) as e:
         raise UserError(f"--nanogpt={config.nanogpt}: expected a checkout of nanoGPT with its model.py ({e})") from None
     forward = torch.compile(model) if config.compile else model
-    plain = dataclasses.replace(config, fast=False)
-
-    def step(ids):
-        for _ in range(config.micro_steps):
-            with train.precision(plain):
-                loss = forward(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())[1] / config.micro_steps
-            loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or float("inf"))
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+    step = stepper(dataclasses.replace(config, fast=False), model, optimizer,
+                   lambda ids, targets: forward(ids.contiguous(), targets.contiguous()))
     weights = sum(p.numel() for p in model.parameters() if p.dim() == 2) - model.transformer.wpe.weight.numel()
     return step, model, 6 * weights + 6 * config.n_layer * config.n_embd * config.block_size
 
@@ -149,19 +151,16 @@ def best(make, config):
 
 def training(config):
     """{name: row} of all that is asked for, printed as they come."""
-    table = {}
-    runs = [(name, run) for name, _, run in train.plan(config)] if config.runs else [("ours", config)]
-    jobs = []
+    table, jobs, runs = {}, [], resolved_runs(config)
     for name, run in runs:
-        run = train.resolve(run, train.World())
         jobs += [(name, our_step, run)] + ([(f"{name}, plain", our_step, dataclasses.replace(run, fast=False))] if run.plain
                                            else [])
     if config.nanogpt:
-        jobs.append(("nanoGPT", nanogpt_step, runs[0][1] if config.runs else train.resolve(config, train.World())))
+        jobs.append(("nanoGPT", nanogpt_step, runs[0][1]))
     if len(jobs) > 1:
         jobs.append((f"{jobs[0][0]}, again", *jobs[0][1:]))  # how far the card itself drifted meanwhile
     for name, make, run in jobs:
-        table[name] = r = best(make, train.resolve(run, train.World()))
+        table[name] = r = best(make, run)
         first = next(iter(table.values()))
         r["step_ratio"] = first["tokens_per_s"] / r["tokens_per_s"]
         print(line(name, r), flush=True)
@@ -247,9 +246,7 @@ def full_cache(model, config):
 
 def decoding(config):
     table = {}
-    runs = [(name, run) for name, _, run in train.plan(config)] if config.runs else [("ours", config)]
-    for name, run in runs:
-        run = train.resolve(run, train.World())
+    for name, run in resolved_runs(config):
         shape = train.checked_model_config(run, 50304)
         model = GPT(dataclasses.replace(shape, block_size=max(shape.block_size, run.kv_length)), run.seed)
         model.to(run.device).eval().cast_matrices(getattr(torch, run.dtype))

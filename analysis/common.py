@@ -14,24 +14,24 @@ import sys
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
 import torch
 from tqdm import tqdm
 
 import prepare
 import train
 from configurator import UserError, at_least, configure
-from model import GPT, GPTConfig, from_checkpoint, load_checkpoint, usable_device
+from model import GPT, GPTConfig, from_checkpoint, load_checkpoint
 
 
 @dataclass
 class Options:
+    fast = True  # for train.precision (no annotation: not an option)
     out_dir: str = ""  # where the table's JSON and the picture go; empty: beside the runs, in their common folder
 
 
 @dataclass
 class ModelOptions(Options):
-    fewest_sequences = 1  # an analysis for which --sequences=0 means all sets 0 (no annotation: not an option)
+    fewest_sequences = 1  # no option either: an analysis for which --sequences=0 means all sets 0
     data: str = ""  # the folder of bins to read; empty: the one that each run was trained on
     bin: str = "val"  # the validation bin: val, or the name of a source
     sequences: int = 64  # windows, spread evenly over the bin
@@ -116,26 +116,28 @@ def find_runs(paths):
     return runs if listed else sorted(runs, key=lambda r: bool(r.config.get("baseline")))  # baselines first
 
 
-def logged(runs):
-    """The runs that have a log.jsonl; others, imported ones say, are named and left out. Raises UserError when none is left."""
-    found = [r for r in runs if os.path.exists(os.path.join(r.path, "log.jsonl"))]
+def having(runs, name, reason, none):
+    """
+    The runs whose folder has a file of that name; the others are named with the reason and left out. Raises UserError with
+    `none` when none is left.
+    """
+    found = [r for r in runs if os.path.exists(os.path.join(r.path, name))]
     for run in runs:
         if run not in found:
-            skip(run, "it has no log.jsonl: it was not trained here")
+            skip(run, f"it has no {name}{reason}")
     if runs and not found:
-        raise UserError(f"{runs[0].path}: has no log.jsonl; give a run that train.py wrote")
+        raise UserError(none)
     return found
+
+
+def logged(runs):
+    return having(runs, "log.jsonl", ": it was not trained here",
+                  "none of these runs has a log.jsonl: give a run that train.py wrote")
 
 
 def trained(runs):
-    """The runs that have a checkpoint; the others are named and left out. Raises UserError when none is left."""
-    found = [r for r in runs if os.path.exists(os.path.join(r.path, "ckpt.pt"))]
-    for run in runs:
-        if run not in found:
-            skip(run, "it has no ckpt.pt yet; train.py writes one at each evaluation")
-    if not found:
-        raise UserError("none of these runs has a checkpoint: train first, or give other folders")
-    return found
+    return having(runs, "ckpt.pt", " yet; train.py writes one at each evaluation",
+                  "none of these runs has a checkpoint: train first, or give other folders")
 
 
 def common_folder(paths):
@@ -156,7 +158,7 @@ def arguments(Config, argv, needs_runs=True):
         at_least(config, config.fewest_sequences, "sequences")
         at_least(config, 1, "batch_size")
         at_least(config, 0, "length")
-        device = checked_device(config)
+        device = train.checked_device(config)
         blocks = [r.shape.block_size for r in runs]
         if runs and config.length > min(blocks):
             raise UserError(f"--length={config.length}: the runs' shortest block_size is {min(blocks)}; give at most that")
@@ -164,15 +166,7 @@ def arguments(Config, argv, needs_runs=True):
     return config, runs
 
 
-def checked_device(config):
-    """The device that --device stands for here. Raises UserError."""
-    try:
-        return usable_device(config.device)
-    except ValueError as e:
-        raise UserError(f"--device={config.device}: {e}") from None
-
-
-def windows(config, data, desc="", bins=None):
+def windows(config, data, desc=""):
     """
     Batches of token ids (B, length) on the device, from windows spread evenly over a validation bin, with a progress bar.
     Raises UserError when the bin is unknown or shorter than one window.
@@ -180,10 +174,9 @@ def windows(config, data, desc="", bins=None):
     if config.bin not in data.val:
         raise UserError(f"--bin={config.bin}: {data.path} has {', '.join(data.val)}")
     bin_ = data.val[config.bin]
-    n = bin_.windows(config.length)
-    if not n:
+    picked = prepare.spread(bin_.windows(config.length), config.sequences)
+    if not len(picked):
         raise UserError(f"{bin_.path}: {bin_.tokens} tokens are no window of {config.length} + 1; lower --length")
-    picked = np.linspace(0, n - 1, min(n, config.sequences)).round().astype(np.int64)
     for i in tqdm(range(0, len(picked), config.batch_size), desc=desc, leave=False, disable=None):
         yield torch.from_numpy(bin_.read(picked[i:i + config.batch_size], config.length)[:, :-1]).to(config.device)
 

@@ -25,6 +25,7 @@ from tqdm import tqdm
 import train
 from analysis import common, plot
 from configurator import UserError, at_least, command, configure
+from prepare import spread
 
 
 @dataclass
@@ -37,31 +38,14 @@ class Config(common.ModelOptions):
     backend: Literal["auto", "nccl", "gloo"] = "auto"  # of torch.distributed; auto: nccl on CUDA, gloo on a CPU
 
 
-def fixed(tokens, length, sequences):
-    """[(first input token, how many of its last targets count)] of evenly spaced windows, as train.py evaluates them."""
-    n = max(0, (tokens - 1) // length)
-    picked = np.linspace(0, n - 1, min(n, sequences or n)).round().astype(np.int64)
-    return [(int(w) * length, length) for w in picked]
-
-
 def sliding(tokens, length, stride):
     """
-    The same of windows that move by stride and score each token but the first once: all targets of the first window, the
-    new ones of the others. The last window ends with the bin, and is as long as the others.
+    [(first input token, how many of its last targets count)] of windows that move by stride and score each token but the
+    first once: all targets of the first window, the new ones of the others. The last one ends with the bin, as long as they.
     """
     last = tokens - 1 - length
     starts = [*range(0, last, stride), last] if last >= 0 else []
     return [(s, length if not i else s - starts[i - 1]) for i, s in enumerate(starts)]
-
-
-def read(bin_, starts, length):
-    """int64 ids (len(starts), length + 1) from these positions of a bin. Raises UserError for an id beyond the vocabulary."""
-    ids = np.memmap(bin_.path, bin_.dtype, mode="r", shape=(bin_.tokens,))
-    out = np.stack([ids[s:s + length + 1] for s in starts]).astype(np.int64)
-    if out.max() >= bin_.vocab_size:  # on a GPU it would be an assertion without a name
-        raise UserError(f"{bin_.path}: holds the id {out.max()}, but the vocabulary has {bin_.vocab_size}; the file is damaged "
-                        "or foreign: run prepare.py again")
-    return torch.from_numpy(out)
 
 
 @torch.no_grad()
@@ -69,12 +53,12 @@ def bin_loss(model, bin_, config, world, desc=""):
     """(mean loss in nats, tokens scored) of a bin, or None when it is shorter than a window. Processes share the batches."""
     size = config.batch_size
     windows = sliding(bin_.tokens, config.length, config.stride) if config.stride else \
-        fixed(bin_.tokens, config.length, config.sequences)
+        [(w * config.length, config.length) for w in spread(bin_.windows(config.length), config.sequences or bin_.tokens)]
     total = torch.zeros(2, dtype=torch.float64)
     for i in tqdm(range(world.rank * size, len(windows), world.size * size), desc=desc, leave=False,
                   disable=True if world.rank else None):
         starts, counts = zip(*windows[i:i + size])
-        ids = read(bin_, starts, config.length).to(config.device)
+        ids = torch.from_numpy(bin_.read_at(starts, config.length)).to(config.device)
         with train.precision(config):
             logits = model.lm_head(model.features(ids[:, :-1]))
         nll = F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten(), reduction="none").view(len(starts), -1)

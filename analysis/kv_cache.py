@@ -89,7 +89,7 @@ def main():
     config, runs = common.arguments(Config, sys.argv[1:], needs_runs=False)
     if config.memory_gb <= 0 or config.length < 0:
         raise UserError(f"--memory_gb={config.memory_gb}, --length={config.length}: expected more than 0 GB, and at least 0")
-    config.device = common.checked_device(config)
+    config.device = train.checked_device(config)
     found = runs or systems()
     rows = {s.name: row(s.shape, config) for s in found}
     longest = max(r["longest_context"] for r in rows.values())

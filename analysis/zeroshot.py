@@ -215,7 +215,7 @@ def main():
     config, runs = common.arguments(Config, sys.argv[1:])
     at_least(config, 0, "limit", "num_fewshot")
     at_least(config, 1, "batch_size")
-    config.device = common.checked_device(config)
+    config.device = train.checked_device(config)
     lm_eval, manager, names = harness(config)
     runs = common.trained(runs)
     results = {}
