@@ -53,22 +53,22 @@ if triton:
 
     @triton.jit
     def turn_kernel(source, sb, sh, st, to, tb, th, tt, cos, sin, T, HEADS, SIGN: tl.constexpr, HALF: tl.constexpr,
-                    PADDED: tl.constexpr, TOKENS: tl.constexpr):
+                    PADDED: tl.constexpr, PADDED_HALF: tl.constexpr, TOKENS: tl.constexpr):
         """
         RoPE from source to `to`, both (B, HEADS, T, 2 HALF) with those strides: by SIGN times the angle, or 0: a copy.
-        TOKENS tokens of one sequence per program; PADDED: HEADS or the next power of two.
+        TOKENS tokens of one sequence per program; PADDED, PADDED_HALF: HEADS and HALF or the next powers of two.
         """
         t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)[:, None, None]
         h = tl.arange(0, PADDED)[None, :, None]
-        j = tl.arange(0, HALF)[None, None, :]
-        inside = (t < T) & (h < HEADS)
+        j = tl.arange(0, PADDED_HALF)[None, None, :]
+        inside = (t < T) & (h < HEADS) & (j < HALF)
         source += tl.program_id(1).to(tl.int64) * sb + t * st + h * sh + j
         to += tl.program_id(1).to(tl.int64) * tb + t * tt + h * th + j
         a = tl.load(source, mask=inside)
         b = tl.load(source + HALF, mask=inside)
         if SIGN != 0:
-            c = tl.load(cos + t * HALF + j, mask=t < T)
-            s = tl.load(sin + t * HALF + j, mask=t < T) * SIGN
+            c = tl.load(cos + t * HALF + j, mask=(t < T) & (j < HALF))
+            s = tl.load(sin + t * HALF + j, mask=(t < T) & (j < HALF)) * SIGN
             a32, b32 = a.to(tl.float32), b.to(tl.float32)
             a, b = (a32 * c - b32 * s).to(a.dtype), (b32 * c + a32 * s).to(b.dtype)
         tl.store(to, a, mask=inside)
@@ -83,7 +83,7 @@ def turn(source, to, cos, sin, sign):
     tokens = 4
     turn_kernel[(triton.cdiv(T, tokens), B)](
         source, *source.stride()[:3], to, *to.stride()[:3], cos, sin, T, heads, SIGN=sign, HALF=hd // 2,
-        PADDED=triton.next_power_of_2(heads), TOKENS=tokens)
+        PADDED=triton.next_power_of_2(heads), PADDED_HALF=triton.next_power_of_2(hd // 2), TOKENS=tokens)
 
 
 @torch.library.custom_op("nanoresformer::turned", mutates_args=())

@@ -74,18 +74,18 @@ def test_large_logits_neither_overflow_nor_lose_the_target():
     near(loss_and_gradients(kernels.head_loss, *args), loss_and_gradients(model.head_loss, *args), 1e-6)
 
 
-@pytest.mark.parametrize("widths", [{"q": 64, "k": 64, "v": 64}, {"q": 64, "k": 32, "v": 32}, {"q": 48, "k": 48}, {"v": 32},
-                                    {"q": 64}])
+@pytest.mark.parametrize("heads", [{"q": 4, "k": 4, "v": 4}, {"q": 4, "k": 2, "v": 2}, {"q": 3, "k": 3}, {"v": 2}, {"q": 4}])
+@pytest.mark.parametrize("head_dim", [16, 6, 20])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_split_heads_equals_the_plain_one(widths, compiled):
-    g = torch.Generator().manual_seed(0)
+def test_split_heads_equals_the_plain_one(heads, head_dim, compiled):
+    g, widths = torch.Generator().manual_seed(0), {t: n * head_dim for t, n in heads.items()}
     y = torch.randn(2, 7, sum(widths.values()), generator=g).to(DEVICE)
-    angle = torch.rand(7, 8, generator=g).to(DEVICE) * 6
+    angle = torch.rand(7, head_dim // 2, generator=g).to(DEVICE) * 6
     found = []
     for f in (model.split_heads, kernels.split_heads):
         f = torch.compile(f, fullgraph=True, backend="aot_eager") if compiled else f
         one = y.clone().requires_grad_()
-        parts = f(one, widths, 16, (angle.cos(), angle.sin()))
+        parts = f(one, widths, head_dim, (angle.cos(), angle.sin()))
         assert list(parts) == list(widths)
         # gradients in another memory layout than the parts', as an attention's backward may give them
         sum((p.contiguous() * (i + 1) * torch.linspace(0, 1, p.numel(), device=DEVICE).view(p.shape)).sum()
