@@ -6,6 +6,7 @@ What the analyses share: run folders in; a table, NAME.json and NAME.png out.
 
 A run that an analysis can't use is named with the reason and left out; the others go on.
 """
+import contextlib
 import dataclasses
 import json
 import os
@@ -213,6 +214,11 @@ def write(config, runs, name, head, rows, content, draw):
     folder = config.out_dir or (common_folder([r.path for r in runs]) if runs else ".")
     os.makedirs(folder, exist_ok=True)
     path = os.path.join(folder, name)
-    train.write_json(path + ".json", content)
-    draw(path + ".png")
+    try:  # drawn before either is replaced, so that a failure leaves the old JSON beside the old picture
+        draw(path + ".tmp.png")
+        train.write_json(path + ".json", content)
+        os.replace(path + ".tmp.png", path + ".png")
+    finally:
+        with contextlib.suppress(OSError):
+            os.remove(path + ".tmp.png")
     print(f"\nwrote {path}.json and {path}.png")

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from analysis import common
+from analysis import common, plot
 from configurator import UserError, command
 
 
@@ -77,3 +77,18 @@ def test_an_out_dir_that_is_a_file_is_refused_first(trained, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="--out_dir=.*is a file"):
         common.arguments(common.Options, [str(trained / "runs"), f"--out_dir={tmp_path}/file"])
+
+
+def test_a_picture_that_fails_leaves_the_json_before_as_it_was(tmp_path):
+    def write(content, draw):
+        common.write(common.Options(out_dir=str(tmp_path)), [], "x", ["a"], [[1]], content, draw)
+
+    def fail(path):
+        open(path, "w").write("half")
+        raise ValueError("no picture")
+    write({"a": 1}, lambda path: plot.curves(path, {"a": [([0, 1], [0, 1])]}, "x", "y", ""))
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    assert sorted(before) == ["x.json", "x.png"]
+    with pytest.raises(ValueError, match="no picture"):
+        write({"a": 2}, fail)
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
