@@ -112,7 +112,7 @@ def find_baseline(run, runs, wanted):
 
 def paired(config, runs):
     """{system: [(run, baseline, compare()'s dict) of each seed]}; says which runs are left out, and why."""
-    systems = {}
+    systems, damaged = {}, False
     for run in runs:
         base = find_baseline(run, runs, config.baseline)
         if base is None:
@@ -124,11 +124,16 @@ def paired(config, runs):
             common.skip(run, "it is the baseline")
             continue
         try:
+            log, theirs = run.log, base.config and base.log
+        except UserError as e:
+            damaged = True
+            common.skip(run, f"its baseline: {e}")
+            continue
+        try:
             train.same(base.config["comparable"], run.config["comparable"], base.path)
         except UserError as e:
             common.skip(run, str(e))
             continue
-        log, theirs = run.log, base.log
         curves = compare(log, theirs)
         if not curves["train"]:
             common.skip(run, f"no training iteration in common with its baseline {base.path}")
@@ -138,6 +143,8 @@ def paired(config, runs):
             print(f"{run.name}: compared up to iteration {max(curves['train'])} of {run.config['max_iters']}: {whose.path} "
                   "ends there", file=sys.stderr)
         systems.setdefault(run.system, []).append((run, base, curves))
+    if damaged and not systems:
+        raise UserError("no run is left whose baseline can be read: restore it, or name another with --baseline")
     for system, pairs in systems.items():
         end = max(max(curves["train"]) for _, _, curves in pairs)
         for run, _, curves in pairs:

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from analysis import common, plot
+from analysis import common, concentration, evaluate, kv_cache, lambdas, plot, relative_loss, scaling
 from configurator import UserError, command
 
 
@@ -92,3 +92,68 @@ def test_a_picture_that_fails_leaves_the_json_before_as_it_was(tmp_path):
     with pytest.raises(ValueError, match="no picture"):
         write({"a": 2}, fail)
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+
+
+LOGS = {lambdas: "lambdas", relative_loss: "relative_loss", scaling: "scaling"}
+CHECKPOINTS = {concentration: "concentration", evaluate: "evaluate"}
+DAMAGES = [("config.json", b"{"), ("config.json", b"[]"), ("config.json", b"\xff"), ("config.json", b"{}"),
+           ("log.jsonl", b"{damaged\n"), ("log.jsonl", None), ("ckpt.pt", b"PK cut"), ("ckpt.pt", None)]
+READS = {"config.json": [*LOGS, *CHECKPOINTS, kv_cache], "log.jsonl": list(LOGS), "ckpt.pt": list(CHECKPOINTS)}
+
+
+@pytest.mark.parametrize("file, content, module", [
+    pytest.param(file, content, module, id=f"{file} {content} {module.__name__.split('.')[1]}")
+    for file, content in DAMAGES for module in READS[file]])
+def test_a_damaged_run_is_named_and_left_out_and_the_others_go_on(trained, tmp_path, monkeypatch, capsys, file, content, module):
+    """An exit code 2 with one reason when none is left: the run's own where it is alone."""
+    def run_on(*paths):
+        options = ["--device=cpu"] if module in (*CHECKPOINTS, kv_cache) else []
+        options += ["--sequences=1"] if module in CHECKPOINTS else []
+        monkeypatch.setattr("sys.argv", [module.__name__, *map(str, paths), *options, f"--out_dir={tmp_path}"])
+        code = 0
+        try:
+            command(module.main)
+        except SystemExit as e:
+            code = e.code
+        return code, capsys.readouterr().err
+
+    runs = tmp_path / "runs"
+    for name in ("vanilla/seed1", "learnable/seed1", "learnable/seed2"):
+        shutil.copytree(trained / "runs" / name, runs / name)
+    (runs / "learnable/seed2/config.json").write_bytes((runs / "learnable/seed1/config.json").read_bytes())  # vanilla/seed1's
+
+    def damage(folder):
+        (folder / file).unlink() if content is None else (folder / file).write_bytes(content)
+
+    damage(runs / "learnable/seed2")
+    code, err = run_on(runs)
+    line = next(x for x in err.splitlines() if x.startswith("learnable/seed2: left out: "))
+    assert code == 0 and file in line and "error" not in err
+    code, err = run_on(runs / "learnable/seed2")
+    assert code == 2 and file in err and err.startswith("error: ") and err.count("\n") == 1
+    damage(runs / "learnable/seed1")
+    code, err = run_on(runs / "learnable")
+    assert code == 2 and err.count("left out: ") == 2 and err.splitlines()[-1].startswith("error: none of these ")
+
+
+def test_a_damaged_summary_costs_the_order_only(trained, tmp_path):
+    runs = shutil.copytree(trained / "runs", tmp_path / "runs")
+    (runs / "summary.json").write_text("{")
+    assert len(common.find_runs([str(runs)])) == 10
+
+
+@pytest.mark.parametrize("content", [None, b"PK cut"])
+def test_the_length_is_that_of_the_runs_in_use(trained, tmp_path, content):
+    short = shutil.copytree(trained / "runs/gqa/seed1", tmp_path / "runs/short")
+    shutil.copytree(trained / "runs/vanilla/seed1", tmp_path / "runs/vanilla")
+    config = json.loads((short / "config.json").read_text())
+    (short / "config.json").write_text(json.dumps({**config, "block_size": 8}))
+
+    def arguments(*options, **more):
+        return common.arguments(common.ModelOptions, [str(tmp_path / "runs"), "--device=cpu", *options], **more)
+    assert arguments()[0].length == 8
+    config, runs = arguments(why_not=lambda config, shape: "it is short" if shape.block_size == 8 else "")
+    assert config.length == 32 and [r.name for r in runs] == ["vanilla"]
+    (short / "ckpt.pt").unlink() if content is None else (short / "ckpt.pt").write_bytes(content)
+    config, runs = arguments()
+    assert config.length == 32 and [r.name for r in runs] == ["vanilla"] and arguments("--length=32")[0].length == 32

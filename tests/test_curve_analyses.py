@@ -399,12 +399,21 @@ def test_bad_input_ends_with_one_line(module, runs, capsys, monkeypatch):
         assert "--window=-1" in error(runs, "--window=-1") and "--fit_last=1" in error(runs, "--fit_last=1")
     with open(runs / "learnable/seed1/log.jsonl", "a") as f:
         f.write("{damaged\n")
-    assert "learnable/seed1/log.jsonl: holds a line" in error(runs)
+    assert "learnable/seed1/log.jsonl: holds a line" in error(runs / "learnable/seed1")
     (runs / "learnable/seed1/log.jsonl").unlink()
-    code, _, err = run_command(module, capsys, monkeypatch, runs)
-    assert code == 0 and "learnable/seed1: left out: it has no log.jsonl" in err
+    assert "learnable/seed1/log.jsonl: missing" in error(runs / "learnable/seed1")
     (runs / "learnable/seed1/config.json").write_text("{}")
-    assert "learnable/seed1/config.json: not written by train.py" in error(runs)
+    assert "learnable/seed1/config.json: not written by train.py" in error(runs / "learnable/seed1")
+
+
+def test_a_baseline_that_is_damaged_takes_its_runs_along(runs, capsys, monkeypatch):
+    for file in ("log.jsonl", "config.json"):
+        (runs / "vanilla/seed1" / file).write_text("[]\n")
+        code, _, err = run_command(relative_loss, capsys, monkeypatch, runs / "gqa")
+        assert code == 0 and "seed1: left out: its baseline: " in err and file in err
+        assert written(runs / "gqa", "relative_loss")["gqa"]["seeds"] == [2]
+        code, _, err = run_command(relative_loss, capsys, monkeypatch, runs / "gqa/seed1")
+        assert code == 2 and "error: no run is left whose baseline can be read" in err
 
 
 def test_systems_of_seeds_alone(trained):
