@@ -146,13 +146,13 @@ def picture(path, runs, results):
         if mine["fingerprint"] == base["fingerprint"]:
             differences.setdefault(run.system, []).append(
                 (names, [mine["bins"][b]["loss"] - base["bins"][b]["loss"] for b in names]))
-    panels = [dict(series=series, x="validation bin", y="loss (nats per token)", marks=True)]
+    panels = [dict(series=series, x="validation bin", y="loss (nats per token)", apart=True)]
     if len(differences) > 1:
-        panels.append(dict(series=differences, x="validation bin", y=f"loss - {first.system}'s (nats per token)", marks=True,
+        panels.append(dict(series=differences, x="validation bin", y=f"loss - {first.system}'s (nats per token)", apart=True,
                            zero=True))
     plot.draw(path, panels, "Validation loss by source",
               "Lower is better; compare systems on the same source, not sources with each other." + (
-                  f"\nRight: below zero, a system is ahead of {first.system} on that source; a line per seed."
+                  f"\nRight: below zero, a system is ahead of {first.system} on that source; a point per seed."
                   if len(differences) > 1 else ""))
 
 

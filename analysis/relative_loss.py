@@ -171,6 +171,7 @@ def main():
     at_least(config, 2, "fit_last")
     rows, content = [], {}
     curves = {"train": ({}, {}), "val": ({}, {})}  # {key: (series, bands)}
+    turns = {}  # {system: iteration} of the critical points that the training curves reach
     last = {}  # {system: {source: final difference}}
     for system, pairs in paired(config, runs).items():
         run, base, _ = pairs[0]
@@ -196,6 +197,8 @@ def main():
                 facts["critical_point"], facts["critical_points_of_seeds"] = points[0], points[1:]
         last[system] = {key[4:]: f["mean"] for key, f in facts["final"].items() if key.startswith("val/")}
         point = facts["critical_point"]
+        if point["kind"] == "crossed":
+            turns[system] = point["iteration"]
         cells = []
         for key in ("train", "val", "val_mean"):
             f = facts["final"].get(key)
@@ -213,19 +216,19 @@ def main():
             [system, *(f"{finals[s]:+.4f}" if s in finals else "-" for s in names)] for system, finals in last.items()]) + "\n")
     unit = "loss - baseline's (nats per token)"
     windows = " or ".join(str(w) for w in dict.fromkeys(facts["window"] for facts in content.values()))
-    panels = [dict(series=curves["train"][0], bands=curves["train"][1], x="iteration", y=unit, zero=True,
+    panels = [dict(series=curves["train"][0], bands=curves["train"][1], x="iteration", y=unit, zero=True, at=turns,
                    title=f"training, moving average over {windows} iterations"),
               dict(series=curves["val"][0], bands=curves["val"][1], x="iteration", y=unit, zero=True, marks=True,
                    title="validation")]
     if len(names) > 1:
         panels.append(dict(series={s: [(list(f.values()), list(f))] for s, f in last.items() if f}, x=unit, y="source",
-                           marks=True, title="validation by source, last evaluation"))
+                           apart=True, title="validation by source, last evaluation"))
     common.write(
         config, runs, "relative_loss",
         ["system", "baseline", "seeds", "train [95 %]", "val [95 %]", "mean over sources [95 %]", "critical point (iteration)",
          "crossings"], rows, content, lambda path: plot.draw(
             path, panels, "Relative loss", "Below zero: ahead of the baseline on the same batches. A curve that comes up "
-            "through zero has its critical point there. Lines: mean over seeds; bands: lowest to highest seed."))
+            "through zero has its critical point there (upright line).\nLines: mean over seeds; bands: lowest to highest."))
 
 
 if __name__ == "__main__":

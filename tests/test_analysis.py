@@ -3,6 +3,7 @@ import json
 import shutil
 
 import pytest
+from matplotlib.figure import Figure
 
 from analysis import common, concentration, evaluate, kv_cache, lambdas, plot, relative_loss, scaling
 from configurator import UserError, command
@@ -104,7 +105,7 @@ READS = {"config.json": [*LOGS, *CHECKPOINTS, kv_cache], "log.jsonl": list(LOGS)
 @pytest.mark.parametrize("file, content, module", [
     pytest.param(file, content, module, id=f"{file} {content} {module.__name__.split('.')[1]}")
     for file, content in DAMAGES for module in READS[file]])
-def test_a_damaged_run_is_named_and_left_out_and_the_others_go_on(trained, tmp_path, monkeypatch, capsys, file, content, module):
+def test_a_damaged_run_is_named_and_the_others_go_on(trained, tmp_path, monkeypatch, capsys, file, content, module):
     """An exit code 2 with one reason when none is left: the run's own where it is alone."""
     def run_on(*paths):
         options = ["--device=cpu"] if module in (*CHECKPOINTS, kv_cache) else []
@@ -157,3 +158,44 @@ def test_the_length_is_that_of_the_runs_in_use(trained, tmp_path, content):
     (short / "ckpt.pt").unlink() if content is None else (short / "ckpt.pt").write_bytes(content)
     config, runs = arguments()
     assert config.length == 32 and [r.name for r in runs] == ["vanilla"] and arguments("--length=32")[0].length == 32
+
+
+def drawn(tmp_path, monkeypatch, *panels):
+    """The axes of plot.draw's picture, laid out."""
+    made = []
+    monkeypatch.setattr(plot, "Figure", lambda **kwargs: made.append(Figure(**kwargs)) or made[-1])
+    plot.draw(str(tmp_path / "x.png"), [dict(x="x", y="y", **panel) for panel in panels], "title", "caption " * 30)
+    made[0].draw_without_rendering()
+    return made[0].axes
+
+
+@pytest.mark.parametrize("xs", [[0, 1, 2], ["CommonCrawl", "StackExchange", "Book"]], ids=["numbers", "words"])
+@pytest.mark.parametrize("panels", [1, 3, 4])
+def test_a_long_legend_covers_nothing(tmp_path, monkeypatch, xs, panels):
+    """Beyond LEGEND entries it is outside of the axes and their labels, inside of the picture; a short one stays inside."""
+    for count in (plot.LEGEND, 12, 40):
+        series = {f"system number {i}": [(xs, [i, i, i])] for i in range(count)}
+        found = drawn(tmp_path, monkeypatch, *[dict(series=series)] * panels)
+        for axes in found:
+            legend = axes.get_legend().get_window_extent()
+            assert legend.overlaps(axes.get_window_extent()) == (count <= plot.LEGEND)
+            assert axes.get_window_extent().height > 230  # of about 400 with one row, of 300 with two
+            if count > plot.LEGEND:
+                assert not legend.overlaps(axes.xaxis.get_tightbbox())
+                assert legend.y0 >= 0 and legend.x0 >= 0 and legend.x1 <= axes.figure.bbox.x1
+                assert not any(legend.overlaps(other.get_tightbbox()) for other in found if other is not axes)
+
+
+def test_points_apart_have_no_line_and_a_crossing_has_one(tmp_path, monkeypatch):
+    apart, joined = drawn(tmp_path, monkeypatch, dict(series={"a": [(["C4", "Book"], [1, 2])]}, apart=True),
+                          dict(series={"a": [([0, 1234], [-1, 1])], "b": [([0, 1], [1, 1])]}, at={"a": 617.2}))
+    assert [(x.get_linestyle(), x.get_marker()) for x in apart.lines] == [("None", "o")]
+    assert list(joined.lines[1].get_xdata()) == [617.2, 617.2]  # the vertical line
+    assert [t.get_text() for t in joined.get_legend().get_texts()] == ["a (0 at 617)", "b"]
+
+
+def test_labels_of_a_long_logarithmic_axis_do_not_overlap(tmp_path, monkeypatch):
+    for end in (3e4, 1e9):
+        axes, = drawn(tmp_path, monkeypatch, dict(series={"a": [([500, end], [1, 2])]}, log="x"))
+        boxes = [t.get_window_extent() for t in axes.get_xticklabels() if t.get_text() and 500 <= t.get_position()[0] <= end]
+        assert len(boxes) > 3 and not any(a.overlaps(b) for a, b in zip(boxes, boxes[1:]))

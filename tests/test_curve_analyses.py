@@ -132,6 +132,21 @@ def test_relative_loss_pairs_seeds(runs, capsys, monkeypatch):
     assert point["iteration"] is None or point["tokens"] == pytest.approx(point["iteration"] * 4 * 32)
 
 
+def test_the_picture_marks_where_a_curve_crosses_zero(runs, capsys, monkeypatch):
+    """resformer crosses at 12, svformer would after the end, gqa is behind all along."""
+    for name, difference in (("resformer", lambda i: i - 12), ("svformer", lambda i: i / 10 - 12), ("gqa", lambda i: 1)):
+        for seed in (1, 2):
+            base = train.read_log(runs / f"vanilla/seed{seed}")[0]
+            rewrite_log(runs / name / f"seed{seed}", lambda x, base=base, difference=difference: {
+                **x, "loss": base[x["iter"]]["loss"] + difference(x["iter"])} if "loss" in x else x)
+    panels = []
+    monkeypatch.setattr("analysis.plot.draw", lambda path, found, *_: panels.extend(found) or open(path, "w").close())
+    code, _, _ = run_command(relative_loss, capsys, monkeypatch, *(runs / s for s in ("resformer", "svformer", "gqa")),
+                             "--window=1", f"--out_dir={runs}")
+    assert code == 0 and panels[0]["at"] == {"resformer": pytest.approx(12)}
+    assert "at" not in panels[1] and panels[2]["apart"]  # sources have no order
+
+
 def test_relative_loss_of_a_moved_sweep_and_of_a_named_baseline(runs, capsys, monkeypatch, tmp_path):
     moved = tmp_path / "elsewhere"
     shutil.move(runs, moved)

@@ -230,6 +230,14 @@ def test_evaluate_names_what_it_leaves_out_and_what_is_wrong(runs, trained, tmp_
                  monkeypatch=monkeypatch)
 
 
+def test_sources_are_not_joined_by_lines(monkeypatch, runs, tmp_path, capsys):
+    panels = []
+    monkeypatch.setattr("analysis.plot.draw", lambda path, found, *_: panels.extend(found) or open(path, "w").close())
+    call(evaluate, runs, "--sequences=1", "--device=cpu", f"--out_dir={tmp_path}", capsys=capsys, monkeypatch=monkeypatch)
+    zeroshot.picture(str(tmp_path / "z"), common.find_runs([str(runs / "gqa")]), {"seed1": {"piqa": {"acc": 0.5}}})
+    assert len(panels) == 3 and all(p["apart"] for p in panels)
+
+
 def test_a_bin_without_a_window_and_one_without_counts(runs, trained, tmp_path, capsys, monkeypatch):
     bins = tmp_path / "bins"
     shutil.copytree(trained / "bins", bins)
