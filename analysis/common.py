@@ -86,7 +86,13 @@ class Run:
         if not os.path.exists(os.path.join(self.path, "log.jsonl")):
             raise UserError(f"{self.path}/log.jsonl: missing; expected train.py's record beside config.json: restore it, or "
                             "leave this run out")
-        return train.read_log(self.path)
+        steps, evals = train.read_log(self.path)
+        with open(os.path.join(self.path, "log.jsonl"), "rb") as f:
+            text = f.read()
+        if text and not text.endswith(b"\n"):
+            print(f"{f.name}: its last line is torn, as a killed run leaves it: used up to iteration "
+                  f"{max([*steps, *evals], default='none')}", file=sys.stderr, flush=True)
+        return steps, evals
 
     def checkpoint(self):
         """load_checkpoint's dict of ckpt.pt. Raises UserError."""

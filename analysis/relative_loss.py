@@ -176,6 +176,11 @@ def main():
     for system, pairs in paired(config, runs).items():
         run, base, _ = pairs[0]
         window, per_iter = config.window or run.config["rel_window"], run.config["tokens_per_iter"]
+        length = sum(all(i in p[2]["train"] for p in pairs) for i in pairs[0][2]["train"])
+        if window > length:
+            print(f"{system}: a moving average over {window} iterations is longer than its curve: {length} were used, lower "
+                  "--window", file=sys.stderr)
+            window = length
         facts = content[system] = {"baseline": base.system, "seeds": [p[0].config["seed"] for p in pairs], "window": window,
                                    "tokens_per_iter": per_iter, "curves": {}, "final": {}}
         for key in pairs[0][2]:
@@ -228,7 +233,7 @@ def main():
         ["system", "baseline", "seeds", "train [95 %]", "val [95 %]", "mean over sources [95 %]", "critical point (iteration)",
          "crossings"], rows, content, lambda path: plot.draw(
             path, panels, "Relative loss", "Below zero: ahead of the baseline on the same batches. A curve that comes up "
-            "through zero has its critical point there (upright line).\nLines: mean over seeds; bands: lowest to highest."))
+            "through zero has its critical point there (vertical line).\nLines: mean over seeds; bands: lowest to highest."))
 
 
 if __name__ == "__main__":
