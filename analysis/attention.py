@@ -37,10 +37,10 @@ class Subject:
     walk: Callable  # walk(visit) as walk_gpt or walk_hf
 
 
-def arguments(Config, argv):
+def arguments(Config, argv, why_not=lambda config, shape: ""):
     """common.arguments, where --hf needs no run. Raises UserError, also for windows of one token."""
     hf = [a for a in argv if a.startswith("--hf=")]
-    config, runs = common.arguments(Config, argv, needs_runs=not hf or hf[-1] == "--hf=")
+    config, runs = common.arguments(Config, argv, not hf or hf[-1] == "--hf=", why_not)
     if getattr(config, "hf", ""):
         limit = getattr(load_hf(config, "AutoConfig"), "max_position_embeddings", 2048)
         if config.length > limit:
@@ -55,15 +55,13 @@ def arguments(Config, argv):
     return config, runs
 
 
-def subjects(config, runs, reason=lambda shape: ""):
+def subjects(config, runs):
     """
     Yields a Subject for each run (and for its random weights and for --hf, where config asks for them), one at a time.
-    reason(shape): why a run is left out, or nothing. A run without a readable checkpoint is left out too.
+    A run whose checkpoint is not its config's is left out. Raises UserError when nothing is left.
     """
+    found = bool(getattr(config, "hf", ""))
     for run in runs:
-        if reason(run.shape):
-            common.skip(run, reason(run.shape))
-            continue
         data = common.open_data(config, run)
         for random in (False, True) if getattr(config, "random", False) else (False,):
             try:
@@ -71,9 +69,11 @@ def subjects(config, runs, reason=lambda shape: ""):
             except UserError as e:
                 common.skip(run, e)
                 break
-            label = " (random)" if random else ""
+            found, label = True, " (random)" if random else ""
             yield Subject(run.name + label, run.system + label, run.shape,
                           lambda visit, m=model, d=data, n=run.name + label: walk_gpt(config, m, d, visit, n))
+    if not found:
+        raise UserError("none of these runs can be used: train first, or give other folders")
     if getattr(config, "hf", ""):
         name = os.path.basename(os.path.abspath(config.hf))
         data, model = hf_data(config), load_hf(config, "AutoModelForCausalLM")

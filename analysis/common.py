@@ -6,12 +6,14 @@ What the analyses share: run folders in; a table, NAME.json and NAME.png out.
 
 A run that an analysis can't use is named with the reason and left out; the others go on.
 """
+import contextlib
 import dataclasses
 import json
 import os
 import re
 import sys
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -41,10 +43,15 @@ class ModelOptions(Options):
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of the matrix products
 
 
+def shape_of(config):
+    return GPTConfig(**{f.name: config[f.name] for f in dataclasses.fields(GPTConfig) if f.name in config})
+
+
 class Run:
     """
     A run's folder. name: as tables show it; system: name without its seed; config: config.json's content;
-    log: (training lines, evaluation lines), each {iteration: line}.
+    shape: its GPTConfig; log: (training lines, evaluation lines), each {iteration: line}. Files are read when they are first
+    asked for, which raises UserError for a damaged one.
     """
 
     def __init__(self, path, root):
@@ -52,28 +59,40 @@ class Run:
         self.name = os.path.relpath(path, root) if os.path.abspath(path) != os.path.abspath(root) else \
             os.path.basename(os.path.abspath(path))
         self.system = re.sub(r"[/\\]?seed\d+$", "", self.name) or os.path.basename(os.path.dirname(os.path.abspath(path)))
-        file = os.path.join(path, "config.json")
+
+    @cached_property
+    def config(self):
+        file = os.path.join(self.path, "config.json")
         try:
             with open(file, encoding="utf-8") as f:
-                self.config = json.load(f)
+                config = json.load(f)
             # an imported model was not trained here, and has no data, baseline or batch
-            self.config = {"comparable": {}, "baseline": "", "data": "", "out_dir": path, "rel_window": 1,
-                           "tokens_per_iter": 0, "max_iters": 0, **self.config}
-            missing = sorted({"n_layer", "tokenizer", "vocab_size", "block_size", "seed"} - set(self.config))
+            config = {"comparable": {}, "baseline": "", "data": "", "out_dir": self.path, "rel_window": 1,
+                      "tokens_per_iter": 0, "max_iters": 0, **config}
+            missing = sorted({"n_layer", "tokenizer", "vocab_size", "block_size", "seed"} - set(config))
             if missing:
                 raise ValueError(f"it has no {', '.join(missing)}")
-            known = {f.name: self.config[f.name] for f in dataclasses.fields(GPTConfig) if f.name in self.config}
-            self.shape = GPTConfig(**known)
-            self.shape.check()
+            shape_of(config).check()
         except (OSError, ValueError, TypeError) as e:
             raise UserError(f"{file}: not written by train.py, or damaged ({e})") from None
+        return config
 
-    @property
+    @cached_property
+    def shape(self):
+        return shape_of(self.config)
+
+    @cached_property
     def log(self):
         if not os.path.exists(os.path.join(self.path, "log.jsonl")):
             raise UserError(f"{self.path}/log.jsonl: missing; expected train.py's record beside config.json: restore it, or "
                             "leave this run out")
-        return train.read_log(self.path)
+        steps, evals = train.read_log(self.path)
+        with open(os.path.join(self.path, "log.jsonl"), "rb") as f:
+            text = f.read()
+        if text and not text.endswith(b"\n"):
+            print(f"{f.name}: its last line is torn, as a killed run leaves it: used up to iteration "
+                  f"{max([*steps, *evals], default='none')}", file=sys.stderr, flush=True)
+        return steps, evals
 
     def checkpoint(self):
         """load_checkpoint's dict of ckpt.pt. Raises UserError."""
@@ -107,37 +126,47 @@ def find_runs(paths):
             raise UserError(f"{path}: {problem}; expected a folder that train.py wrote to")
         order = {}
         if os.path.exists(os.path.join(path, "summary.json")):  # a list of runs: in its order, the baseline first
-            with open(os.path.join(path, "summary.json"), encoding="utf-8") as f:
+            with contextlib.suppress(ValueError), open(os.path.join(path, "summary.json"), encoding="utf-8") as f:
                 order = {name: i for i, name in enumerate(json.load(f))}
             listed = True
         below.sort(key=lambda folder: order.get(os.path.relpath(folder, path).split(os.sep)[0], len(order)))
         found += [folder for folder in below if os.path.realpath(folder) not in map(os.path.realpath, found)]
-    runs = [Run(path, common_folder(found)) for path in found]
+    runs = [run for run, _ in usable([Run(path, common_folder(found)) for path in found], lambda run: run.config,
+                                     "none of these folders has a config.json that can be read: give others")]
     return runs if listed else sorted(runs, key=lambda r: bool(r.config.get("baseline")))  # baselines first
 
 
-def having(runs, name, reason, none):
+def usable(runs, use, none):
     """
-    The runs whose folder has a file of that name; the others are named with the reason and left out. Raises UserError with
-    `none` when none is left.
+    [(run, use(run))] of the runs for which use raises no UserError; the others are named with the reason and left out. Raises
+    UserError when none is left: a single run's own reason, or `none`.
     """
-    found = [r for r in runs if os.path.exists(os.path.join(r.path, name))]
+    found = []
     for run in runs:
-        if run not in found:
-            skip(run, f"it has no {name}{reason}")
+        try:
+            found.append((run, use(run)))
+        except UserError as e:
+            if len(runs) == 1:
+                raise
+            skip(run, e)
     if runs and not found:
         raise UserError(none)
     return found
 
 
 def logged(runs):
-    return having(runs, "log.jsonl", ": it was not trained here",
-                  "none of these runs has a log.jsonl: give a run that train.py wrote")
+    """The runs whose log.jsonl can be read."""
+    return [run for run, _ in usable(runs, lambda run: run.log, "none of these runs has a log.jsonl that can be read: give a "
+                                     "run that train.py wrote")]
 
 
-def trained(runs):
-    return having(runs, "ckpt.pt", " yet; train.py writes one at each evaluation",
-                  "none of these runs has a checkpoint: train first, or give other folders")
+def trained(runs, why_not=lambda shape: ""):
+    """The runs whose ckpt.pt can be read (mapped, so that it costs little), and for whose shape why_not gives no reason."""
+    def check(run):
+        if reason := why_not(run.shape):
+            raise UserError(f"{run.name}: {reason}")
+        run.checkpoint()
+    return [run for run, _ in usable(runs, check, "none of these runs can be used: train first, or give other folders")]
 
 
 def common_folder(paths):
@@ -145,8 +174,11 @@ def common_folder(paths):
     return os.path.relpath(os.path.commonpath([os.path.abspath(p) for p in paths]))
 
 
-def arguments(Config, argv, needs_runs=True):
-    """(an instance of Config, runs) from argv: run folders, and options as --name=value. Raises UserError."""
+def arguments(Config, argv, needs_runs=True, why_not=lambda config, shape: ""):
+    """
+    (an instance of Config, runs) from argv: run folders, and options as --name=value. For ModelOptions, the runs that have a
+    checkpoint, and for whose shape why_not gives no reason to leave them out. Raises UserError.
+    """
     config = configure(Config, [a for a in argv if a.startswith("-")])
     paths = [a for a in argv if not a.startswith("-")]
     if needs_runs and not paths:
@@ -159,6 +191,7 @@ def arguments(Config, argv, needs_runs=True):
         at_least(config, 1, "batch_size")
         at_least(config, 0, "length")
         device = train.checked_device(config)
+        runs = trained(runs, lambda shape: why_not(config, shape))  # before the length, which is that of the runs in use
         blocks = [r.shape.block_size for r in runs]
         if runs and config.length > min(blocks):
             raise UserError(f"--length={config.length}: the runs' shortest block_size is {min(blocks)}; give at most that")
@@ -198,7 +231,7 @@ def open_data(config, run):
 
 def skip(run, reason):
     """Say that an analysis leaves this run out, and why."""
-    print(f"{run.name}: left out: {reason}", file=sys.stderr, flush=True)
+    print(f"{run.name}: left out: {str(reason).removeprefix(run.name + ': ')}", file=sys.stderr, flush=True)
 
 
 def write(config, runs, name, head, rows, content, draw):
@@ -213,6 +246,11 @@ def write(config, runs, name, head, rows, content, draw):
     folder = config.out_dir or (common_folder([r.path for r in runs]) if runs else ".")
     os.makedirs(folder, exist_ok=True)
     path = os.path.join(folder, name)
-    train.write_json(path + ".json", content)
-    draw(path + ".png")
+    try:  # drawn before either is replaced, so that a failure leaves the old JSON beside the old picture
+        draw(path + ".tmp.png")
+        train.write_json(path + ".json", content)
+        os.replace(path + ".tmp.png", path + ".png")
+    finally:
+        with contextlib.suppress(OSError):
+            os.remove(path + ".tmp.png")
     print(f"\nwrote {path}.json and {path}.png")

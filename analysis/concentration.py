@@ -86,8 +86,6 @@ def main():
     for subject in attention.subjects(config, runs):
         count, layers = measure(subject.walk, length)
         results[subject.name] = {"system": subject.system, "sequences": count, "layers": layers}
-    if not results:
-        return
     level, first = float(entropy(uniform(length))), float(uniform(length)[0] / length)
     head = ["run", "layer", "entropy", "/ uniform", *(f"top {i}" for i in ranks(length)), "a'_1",
             "drain V", "drain V'", "peak H"]

@@ -146,13 +146,13 @@ def picture(path, runs, results):
         if mine["fingerprint"] == base["fingerprint"]:
             differences.setdefault(run.system, []).append(
                 (names, [mine["bins"][b]["loss"] - base["bins"][b]["loss"] for b in names]))
-    panels = [dict(series=series, x="validation bin", y="loss (nats per token)", marks=True)]
+    panels = [dict(series=series, x="validation bin", y="loss (nats per token)", apart=True)]
     if len(differences) > 1:
-        panels.append(dict(series=differences, x="validation bin", y=f"loss - {first.system}'s (nats per token)", marks=True,
+        panels.append(dict(series=differences, x="validation bin", y=f"loss - {first.system}'s (nats per token)", apart=True,
                            zero=True))
     plot.draw(path, panels, "Validation loss by source",
               "Lower is better; compare systems on the same source, not sources with each other." + (
-                  f"\nRight: below zero, a system is ahead of {first.system} on that source; a line per seed."
+                  f"\nRight: below zero, a system is ahead of {first.system} on that source; a point per seed."
                   if len(differences) > 1 else ""))
 
 
@@ -160,22 +160,13 @@ def main():
     config = configure(Config, [a for a in sys.argv[1:] if a.startswith("-")])
     world = train.join_group(config)
     with train.one_voice(world, train.Signals(patience=5) if world.group else None):  # alone, Ctrl-C just ends it
-        config, runs = common.arguments(Config, sys.argv[1:])
-        at_least(config, 0, "stride", below=config.length + 1)
-        if config.stride and config.sequences:
-            raise UserError("--stride scores every token of a bin: leave --sequences out")
         with contextlib.redirect_stderr(io.StringIO()) if world.rank else contextlib.nullcontext():  # said once is enough
-            runs = common.trained(runs)
-        results = {}
-        for run in list(runs):
-            try:
-                results[run.name] = evaluate(run, config, world)
-            except UserError as e:
-                if len(runs) == 1:
-                    raise
-                runs.remove(run)
-                if not world.rank:
-                    common.skip(run, e)
+            config, runs = common.arguments(Config, sys.argv[1:])
+            at_least(config, 0, "stride", below=config.length + 1)
+            if config.stride and config.sequences:
+                raise UserError("--stride scores every token of a bin: leave --sequences out")
+            found = common.usable(runs, lambda run: evaluate(run, config, world), "none of these runs could be evaluated")
+        runs, results = [run for run, _ in found], {run.name: result for run, result in found}
         if world.rank == 0:
             rows = [[run.name, name, f"{n['tokens']:,}" if "tokens" in n else "",
                      *("-" if n[k] is None else f"{n[k]:.4f}" for k in ("loss", "perplexity", "bits_per_byte"))]

@@ -85,14 +85,12 @@ def measure(walk):
 
 
 def main():
-    config, runs = attention.arguments(Config, sys.argv[1:])
+    config, runs = attention.arguments(Config, sys.argv[1:], lambda config, shape: why_not(shape))
     results = {}
-    for subject in attention.subjects(config, runs, why_not):
+    for subject in attention.subjects(config, runs):
         count, found = measure(subject.walk)
         results[subject.name] = {"system": subject.system, "sequences": count, "layers": list(found["identity"]),
                                  **{name: list(by_layer.values()) for name, by_layer in found.items()}}
-    if not results:
-        return
     rows = [[name if i == 0 else "", n, *(f"{r[key][i]:.4f}" for key in NAMES)]
             for name, r in results.items() for i, n in enumerate(r["layers"])]
     lines = {}

@@ -112,7 +112,7 @@ def find_baseline(run, runs, wanted):
 
 def paired(config, runs):
     """{system: [(run, baseline, compare()'s dict) of each seed]}; says which runs are left out, and why."""
-    systems = {}
+    systems, damaged = {}, False
     for run in runs:
         base = find_baseline(run, runs, config.baseline)
         if base is None:
@@ -124,11 +124,16 @@ def paired(config, runs):
             common.skip(run, "it is the baseline")
             continue
         try:
+            log, theirs = run.log, base.config and base.log
+        except UserError as e:
+            damaged = True
+            common.skip(run, f"its baseline: {e}")
+            continue
+        try:
             train.same(base.config["comparable"], run.config["comparable"], base.path)
         except UserError as e:
             common.skip(run, str(e))
             continue
-        log, theirs = run.log, base.log
         curves = compare(log, theirs)
         if not curves["train"]:
             common.skip(run, f"no training iteration in common with its baseline {base.path}")
@@ -138,6 +143,8 @@ def paired(config, runs):
             print(f"{run.name}: compared up to iteration {max(curves['train'])} of {run.config['max_iters']}: {whose.path} "
                   "ends there", file=sys.stderr)
         systems.setdefault(run.system, []).append((run, base, curves))
+    if damaged and not systems:
+        raise UserError("no run is left whose baseline can be read: restore it, or name another with --baseline")
     for system, pairs in systems.items():
         end = max(max(curves["train"]) for _, _, curves in pairs)
         for run, _, curves in pairs:
@@ -164,10 +171,16 @@ def main():
     at_least(config, 2, "fit_last")
     rows, content = [], {}
     curves = {"train": ({}, {}), "val": ({}, {})}  # {key: (series, bands)}
+    turns = {}  # {system: iteration} of the critical points that the training curves reach
     last = {}  # {system: {source: final difference}}
     for system, pairs in paired(config, runs).items():
         run, base, _ = pairs[0]
         window, per_iter = config.window or run.config["rel_window"], run.config["tokens_per_iter"]
+        length = sum(all(i in p[2]["train"] for p in pairs) for i in pairs[0][2]["train"])
+        if window > length:
+            print(f"{system}: a moving average over {window} iterations is longer than its curve: {length} were used, lower "
+                  "--window", file=sys.stderr)
+            window = length
         facts = content[system] = {"baseline": base.system, "seeds": [p[0].config["seed"] for p in pairs], "window": window,
                                    "tokens_per_iter": per_iter, "curves": {}, "final": {}}
         for key in pairs[0][2]:
@@ -189,6 +202,8 @@ def main():
                 facts["critical_point"], facts["critical_points_of_seeds"] = points[0], points[1:]
         last[system] = {key[4:]: f["mean"] for key, f in facts["final"].items() if key.startswith("val/")}
         point = facts["critical_point"]
+        if point["kind"] == "crossed":
+            turns[system] = point["iteration"]
         cells = []
         for key in ("train", "val", "val_mean"):
             f = facts["final"].get(key)
@@ -206,19 +221,19 @@ def main():
             [system, *(f"{finals[s]:+.4f}" if s in finals else "-" for s in names)] for system, finals in last.items()]) + "\n")
     unit = "loss - baseline's (nats per token)"
     windows = " or ".join(str(w) for w in dict.fromkeys(facts["window"] for facts in content.values()))
-    panels = [dict(series=curves["train"][0], bands=curves["train"][1], x="iteration", y=unit, zero=True,
+    panels = [dict(series=curves["train"][0], bands=curves["train"][1], x="iteration", y=unit, zero=True, at=turns,
                    title=f"training, moving average over {windows} iterations"),
               dict(series=curves["val"][0], bands=curves["val"][1], x="iteration", y=unit, zero=True, marks=True,
                    title="validation")]
     if len(names) > 1:
         panels.append(dict(series={s: [(list(f.values()), list(f))] for s, f in last.items() if f}, x=unit, y="source",
-                           marks=True, title="validation by source, last evaluation"))
+                           apart=True, title="validation by source, last evaluation"))
     common.write(
         config, runs, "relative_loss",
         ["system", "baseline", "seeds", "train [95 %]", "val [95 %]", "mean over sources [95 %]", "critical point (iteration)",
          "crossings"], rows, content, lambda path: plot.draw(
             path, panels, "Relative loss", "Below zero: ahead of the baseline on the same batches. A curve that comes up "
-            "through zero has its critical point there. Lines: mean over seeds; bands: lowest to highest seed."))
+            "through zero has its critical point there (vertical line).\nLines: mean over seeds; bands: lowest to highest."))
 
 
 if __name__ == "__main__":

@@ -18,10 +18,15 @@ the form that is fitted, on whether N counts embeddings, and on the loss, so eve
     piecewise   loss linear in ln x between the points, and beyond them as between the last two
     offset      loss = a x^-b + c, needs 3 points
 
-With three points and one seed their range is all that can be said. A 95 % interval is given for --form: over seeds (Student's
-t; each seed is fitted on its own, system and baseline paired), or else from the residuals of the fit (first-order propagation;
-at least two more points than the form has numbers; it knows nothing of a wrong form, as the range does). Only final losses
-of runs whose learning rate has decayed to its end count: before that, the loss is still on its way down.
+A 95 % interval is given for --form: over seeds (Student's t; each seed is fitted on its own, system and baseline paired), or
+else from the residuals of the fit (first-order propagation; at least two more points than the form has numbers; it knows
+nothing of a wrong form, as the range does). With three points and one seed, as in Table 5, the range is all that can be said:
+a line leaves one degree of freedom for each system, and there the residuals of both (+0.011, -0.020, +0.009 and +0.013, -0.024,
++0.011) have the signs and nearly the size of each other, as a bend that they share has and independent noise seldom. An
+interval that takes them for noise would be none.
+
+Points are means over the same seeds of both systems; others are named and left out. Only final losses of runs whose learning
+rate has decayed to its end count: before that, the loss is still on its way down.
 """
 import dataclasses
 import math
@@ -239,6 +244,30 @@ def usable(config, runs):
     return found
 
 
+def matched(losses, said):
+    """
+    Two systems' {x: {seed: loss}} with the same seeds in both, so that a difference of systems is none of seeds: those that all
+    points have, if these are two or more (the interval then rests on the same), or else at each x those that both have there.
+    losses: {system: {x: {seed: loss}}}. Says what is left out, if said (what x is) isn't empty.
+    """
+    one, other = losses.values()
+    shared = set.intersection(*(set(seeds) for of in (one, other) for seeds in of.values()))
+    out = []
+    for system, of in losses.items():
+        kept = {}
+        for x, seeds in of.items():
+            both = set(seeds) & set(one.get(x, seeds)) & set(other.get(x, seeds))  # an x of one system alone has its own
+            keep = shared if len(shared) > 1 else both
+            left = ", ".join(str(seed) for seed in sorted(set(seeds) - keep))
+            if left and said:
+                where = "at every point of" if len(shared) > 1 else "there of"
+                print(f"{system} at {x:,} {said}: left out: seed {left}: not {where} {' and '.join(losses)}", file=sys.stderr)
+            if keep:
+                kept[x] = {seed: seeds[seed] for seed in seeds if seed in keep}
+        out.append(kept)
+    return out
+
+
 def from_runs(config, runs):
     """[(system, baseline, axis, what is fixed, base points, system points)], a comparison each, of {x: {seed: loss}}."""
     found = usable(config, runs)
@@ -256,8 +285,14 @@ def from_runs(config, runs):
                                ("n_params_non_embedding", f"{tokens:,} tokens", c["n_params_non_embedding"]),
                                ("tokens", size, tokens)):
             groups.setdefault((axis, fixed), {}).setdefault(system, {}).setdefault(x, {})[c["seed"]] = loss
-    out = [(system, baseline, axis, fixed, of[baseline], of[system]) for (axis, fixed), of in groups.items()
-           for system in of if system != baseline and baseline in of and min(len(of[baseline]), len(of[system])) > 1]
+    out = []
+    for (axis, fixed), of in groups.items():
+        for system in of:
+            if system != baseline and baseline in of and min(len(of[baseline]), len(of[system])) > 1:
+                said = "" if axis == "n_params_non_embedding" else AXES[axis]  # the same runs as n_params, said there
+                base, own = matched({baseline: of[baseline], system: of[system]}, said)
+                if min(len(base), len(own)) > 1:
+                    out.append((system, baseline, axis, fixed, base, own))
     for system in systems:
         if system != baseline and system not in [row[0] for row in out]:
             print(f"{system}: left out: it and {baseline} need two sizes at one number of tokens, or two numbers of tokens at "
@@ -298,6 +333,10 @@ def panel(form, system, baseline, axis, fixed, result):
     return one
 
 
+NO_INTERVAL = ("no 95 % interval where the last column says so: that takes two seeds at every point, or two more points than "
+               "the form has numbers; fewer residuals show the form's error, not the noise")
+
+
 def percent(x):
     return "-" if x is None else f"{x:.1%}"
 
@@ -327,6 +366,8 @@ def main():
     common.write(config, runs, "scaling", head, rows, content, lambda path: plot.draw(
         path, panels, f"Scaling, fitted form: {config.form}", "Look for: the horizontal gap between the lines at the "
         "baseline's final loss. It is the saving; below zero, the system needs more."))
+    if any(r["interval_95"] is None for r in content):
+        print(NO_INTERVAL)
 
 
 if __name__ == "__main__":

@@ -54,8 +54,6 @@ def main():
         count, layers = measure(subject.walk, config.of)
         results[subject.name] = {"system": subject.system, "sequences": count, "layers": list(layers),
                                  "similarity": list(layers.values())}
-    if not results:
-        return
     columns = sorted({n for r in results.values() for n in r["layers"]})
     rows = [[name, *(f"{dict(zip(r['layers'], r['similarity']))[n]:.3f}" if n in r["layers"] else "-" for n in columns)]
             for name, r in results.items()]

@@ -68,11 +68,11 @@ def measure(subject):
 
 
 def main():
-    config, runs = attention.arguments(Config, sys.argv[1:])
+    config, runs = attention.arguments(Config, sys.argv[1:], lambda config, shape: "" if config.layer <= shape.n_layer else
+                                       f"it has {shape.n_layer} layers, and --layer={config.layer}")
     at_least(config, 1, "layer")
     results, rows = {}, []
-    for subject in attention.subjects(config, runs, lambda shape: "" if config.layer <= shape.n_layer else
-                                      f"it has {shape.n_layer} layers, and --layer={config.layer}"):
+    for subject in attention.subjects(config, runs):
         count, found = measure(subject)
         for kind in ("raw", "mixed"):
             if not found[kind]:
@@ -90,8 +90,6 @@ def main():
             rows += [[name if i == 0 else "", x["layer"], x["values_of"] if kind == "raw" else "-", f"{x['largest']:.4g}",
                       f"{x['sum']:.4g}", f"{x['largest_share']:.4f}", f"{x['effective_rank']:.1f}"]
                      for i, x in enumerate(result["layers"])]
-    if not results:
-        return
 
     def whole(key):  # a logarithmic axis has no place for zeros
         return attention.series(results, lambda r: None if "spectrum" not in r else list(zip(

@@ -206,9 +206,9 @@ def picture(path, runs, results):
         chance.update({t: CHANCE[t] for t in points if t in CHANCE})
     if chance:
         series["chance"] = [(list(chance), list(chance.values()))]
-    plot.draw(path, [dict(series=series, x="task", y="acc (share of questions)", marks=True)], "Zero-shot accuracy",
-              "Higher is better; at the line of chance a model knows nothing of the task. One standard error is in the table: "
-              "smaller\ndifferences between systems mean nothing.")
+    plot.draw(path, [dict(series=series, x="task", y="acc (share of questions)", apart=True)], "Zero-shot accuracy",
+              "Higher is better; at the points of chance a model knows nothing.\nOne standard error is in the table: "
+              "smaller differences between systems mean nothing.")
 
 
 def main():

@@ -3,8 +3,9 @@ import json
 import shutil
 
 import pytest
+from matplotlib.figure import Figure
 
-from analysis import common
+from analysis import common, concentration, evaluate, kv_cache, lambdas, plot, relative_loss, scaling
 from configurator import UserError, command
 
 
@@ -77,3 +78,124 @@ def test_an_out_dir_that_is_a_file_is_refused_first(trained, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="--out_dir=.*is a file"):
         common.arguments(common.Options, [str(trained / "runs"), f"--out_dir={tmp_path}/file"])
+
+
+def test_a_picture_that_fails_leaves_the_json_before_as_it_was(tmp_path):
+    def write(content, draw):
+        common.write(common.Options(out_dir=str(tmp_path)), [], "x", ["a"], [[1]], content, draw)
+
+    def fail(path):
+        open(path, "w").write("half")
+        raise ValueError("no picture")
+    write({"a": 1}, lambda path: plot.curves(path, {"a": [([0, 1], [0, 1])]}, "x", "y", ""))
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    assert sorted(before) == ["x.json", "x.png"]
+    with pytest.raises(ValueError, match="no picture"):
+        write({"a": 2}, fail)
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+
+
+LOGS = {lambdas: "lambdas", relative_loss: "relative_loss", scaling: "scaling"}
+CHECKPOINTS = {concentration: "concentration", evaluate: "evaluate"}
+DAMAGES = [("config.json", b"{"), ("config.json", b"[]"), ("config.json", b"\xff"), ("config.json", b"{}"),
+           ("log.jsonl", b"{damaged\n"), ("log.jsonl", None), ("ckpt.pt", b"PK cut"), ("ckpt.pt", None)]
+READS = {"config.json": [*LOGS, *CHECKPOINTS, kv_cache], "log.jsonl": list(LOGS), "ckpt.pt": list(CHECKPOINTS)}
+
+
+@pytest.mark.parametrize("file, content, module", [
+    pytest.param(file, content, module, id=f"{file} {content} {module.__name__.split('.')[1]}")
+    for file, content in DAMAGES for module in READS[file]])
+def test_a_damaged_run_is_named_and_the_others_go_on(trained, tmp_path, monkeypatch, capsys, file, content, module):
+    """An exit code 2 with one reason when none is left: the run's own where it is alone."""
+    def run_on(*paths):
+        options = ["--device=cpu"] if module in (*CHECKPOINTS, kv_cache) else []
+        options += ["--sequences=1"] if module in CHECKPOINTS else []
+        monkeypatch.setattr("sys.argv", [module.__name__, *map(str, paths), *options, f"--out_dir={tmp_path}"])
+        code = 0
+        try:
+            command(module.main)
+        except SystemExit as e:
+            code = e.code
+        return code, capsys.readouterr().err
+
+    runs = tmp_path / "runs"
+    for name in ("vanilla/seed1", "learnable/seed1", "learnable/seed2"):
+        shutil.copytree(trained / "runs" / name, runs / name)
+    (runs / "learnable/seed2/config.json").write_bytes((runs / "learnable/seed1/config.json").read_bytes())  # vanilla/seed1's
+
+    def damage(folder):
+        (folder / file).unlink() if content is None else (folder / file).write_bytes(content)
+
+    damage(runs / "learnable/seed2")
+    code, err = run_on(runs)
+    line = next(x for x in err.splitlines() if x.startswith("learnable/seed2: left out: "))
+    assert code == 0 and file in line and "error" not in err
+    code, err = run_on(runs / "learnable/seed2")
+    assert code == 2 and file in err and err.startswith("error: ") and err.count("\n") == 1
+    damage(runs / "learnable/seed1")
+    code, err = run_on(runs / "learnable")
+    assert code == 2 and err.count("left out: ") == 2 and err.splitlines()[-1].startswith("error: none of these ")
+
+
+def test_a_damaged_summary_costs_the_order_only(trained, tmp_path):
+    runs = shutil.copytree(trained / "runs", tmp_path / "runs")
+    (runs / "summary.json").write_text("{")
+    assert len(common.find_runs([str(runs)])) == 10
+
+
+@pytest.mark.parametrize("content", [None, b"PK cut"])
+def test_the_length_is_that_of_the_runs_in_use(trained, tmp_path, content):
+    short = shutil.copytree(trained / "runs/gqa/seed1", tmp_path / "runs/short")
+    shutil.copytree(trained / "runs/vanilla/seed1", tmp_path / "runs/vanilla")
+    config = json.loads((short / "config.json").read_text())
+    (short / "config.json").write_text(json.dumps({**config, "block_size": 8}))
+
+    def arguments(*options, **more):
+        return common.arguments(common.ModelOptions, [str(tmp_path / "runs"), "--device=cpu", *options], **more)
+    assert arguments()[0].length == 8
+    config, runs = arguments(why_not=lambda config, shape: "it is short" if shape.block_size == 8 else "")
+    assert config.length == 32 and [r.name for r in runs] == ["vanilla"]
+    (short / "ckpt.pt").unlink() if content is None else (short / "ckpt.pt").write_bytes(content)
+    config, runs = arguments()
+    assert config.length == 32 and [r.name for r in runs] == ["vanilla"] and arguments("--length=32")[0].length == 32
+
+
+def drawn(tmp_path, monkeypatch, *panels):
+    """The axes of plot.draw's picture, laid out."""
+    made = []
+    monkeypatch.setattr(plot, "Figure", lambda **kwargs: made.append(Figure(**kwargs)) or made[-1])
+    plot.draw(str(tmp_path / "x.png"), [dict(x="x", y="y", **panel) for panel in panels], "title", "caption " * 30)
+    made[0].draw_without_rendering()
+    return made[0].axes
+
+
+@pytest.mark.parametrize("xs", [[0, 1, 2], ["CommonCrawl", "StackExchange", "Book"]], ids=["numbers", "words"])
+@pytest.mark.parametrize("panels", [1, 3, 4])
+def test_a_long_legend_covers_nothing(tmp_path, monkeypatch, xs, panels):
+    """Beyond LEGEND entries it is outside of the axes and their labels, inside of the picture; a short one stays inside."""
+    for count in (plot.LEGEND, 12, 40):
+        series = {f"system number {i}": [(xs, [i, i, i])] for i in range(count)}
+        found = drawn(tmp_path, monkeypatch, *[dict(series=series)] * panels)
+        for axes in found:
+            legend = axes.get_legend().get_window_extent()
+            assert legend.overlaps(axes.get_window_extent()) == (count <= plot.LEGEND)
+            assert axes.get_window_extent().height > 230  # of about 400 with one row, of 300 with two
+            if count > plot.LEGEND:
+                assert not legend.overlaps(axes.xaxis.get_tightbbox())
+                assert legend.y0 >= 0 and legend.x0 >= 0 and legend.x1 <= axes.figure.bbox.x1
+                assert not any(legend.overlaps(other.get_tightbbox()) for other in found if other is not axes)
+
+
+def test_points_apart_have_no_line_and_a_crossing_has_one(tmp_path, monkeypatch):
+    apart, joined = drawn(tmp_path, monkeypatch, dict(series={"a": [(["C4", "Book"], [1, 2])]}, apart=True),
+                          dict(series={"a": [([0, 1234], [-1, 1])], "b": [([0, 1], [1, 1])]}, at={"a": 617.2}))
+    assert [(x.get_linestyle(), x.get_marker()) for x in apart.lines] == [("None", "o")]
+    assert list(joined.lines[1].get_xdata()) == [617.2, 617.2]  # the vertical line
+    assert [t.get_text() for t in joined.get_legend().get_texts()] == ["a (0 at 617)", "b"]
+
+
+def test_labels_of_a_long_logarithmic_axis_do_not_overlap(tmp_path, monkeypatch):
+    for end in (3e4, 1e9):
+        axes, = drawn(tmp_path, monkeypatch, dict(series={"a": [([500, end], [1, 2])]}, log="x"))
+        boxes = [t.get_window_extent() for t in axes.get_xticklabels() if t.get_text() and 500 <= t.get_position()[0] <= end]
+        assert len(boxes) > 3 and not any(a.overlaps(b) for a, b in zip(boxes, boxes[1:]))

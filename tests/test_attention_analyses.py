@@ -378,7 +378,7 @@ def test_spectrum_command(trained, run_command, tmp_path):
             next(x for x in result["layers"] if x["layer"] == 2)["sum"], rel=1e-4)
         assert all(1 <= x["effective_rank"] <= 24 for x in result["layers"])
     code, _, err = run_command("spectrum", trained / "runs", *FAST, "--layer=9")
-    assert code == 0 and "vanilla/seed1: left out" in err
+    assert code == 2 and "vanilla/seed1: left out: it has 4 layers" in err and "none of these runs can be used" in err
 
 
 def test_mapping_command_leaves_out_what_mixes_or_shares_values(trained, run_command, tmp_path):
@@ -387,7 +387,7 @@ def test_mapping_command_leaves_out_what_mixes_or_shares_values(trained, run_com
     assert err.count("left out") == 6 and "svformer/seed2: left out: " in err and "shared_value=True" in err
     assert all(r["layers"] == [2, 3, 4] for r in models.values())
     code, out, err = run_command("mapping", trained / "runs/svformer", *FAST, f"--out_dir={tmp_path}/none")
-    assert code == 0 and "left out" in err and not (tmp_path / "none").exists()
+    assert code == 2 and "left out" in err and not (tmp_path / "none").exists()
 
 
 def test_a_run_without_a_checkpoint_is_left_out(trained, run_command, tmp_path):
@@ -395,7 +395,7 @@ def test_a_run_without_a_checkpoint_is_left_out(trained, run_command, tmp_path):
     (tmp_path / "runs/seed1/ckpt.pt").unlink()
     code, out, err = run_command("similarity", tmp_path / "runs", *FAST)
     assert code == 0 and "seed1: left out" in err and "ckpt.pt" in err
-    assert list(json.loads((tmp_path / "runs/similarity.json").read_text())["models"]) == ["seed2"]
+    assert list(json.loads((tmp_path / "runs/seed2/similarity.json").read_text())["models"]) == ["seed2"]
 
 
 def test_bfloat16_is_close_to_float32(trained, run_command, tmp_path):

@@ -132,6 +132,39 @@ def test_relative_loss_pairs_seeds(runs, capsys, monkeypatch):
     assert point["iteration"] is None or point["tokens"] == pytest.approx(point["iteration"] * 4 * 32)
 
 
+def test_it_says_which_window_and_how_much_of_a_torn_log_were_used(runs, capsys, monkeypatch):
+    code, _, err = run_command(relative_loss, capsys, monkeypatch, runs / "gqa", runs / "svformer", "--window=50",
+                               f"--out_dir={runs}")
+    assert code == 0 and sorted(line.split(":")[0] for line in err.splitlines()) == ["gqa", "svformer"]
+    assert err.count("over 50 iterations is longer than its curve: 30 were used") == 2
+    content = written(runs, "relative_loss")
+    assert content["gqa"]["window"] == 30 and content["gqa"]["curves"]["train"]["iteration"] == pytest.approx([14.5])
+    code, _, err = run_command(relative_loss, capsys, monkeypatch, runs / "gqa", "--window=30", f"--out_dir={runs}")
+    assert code == 0 and not err
+    rewrite_log(runs / "learnable/seed1", lambda x: x, end=20)
+    with open(runs / "learnable/seed1/log.jsonl", "a") as f:
+        f.write('{"iter": 21, "lo')
+    for module in (relative_loss, lambdas, scaling):
+        code, _, err = run_command(module, capsys, monkeypatch, runs, f"--out_dir={runs}")
+        line, = (x for x in err.splitlines() if "torn" in x)
+        assert code == 0 and "learnable/seed1/log.jsonl: its last line is torn" in line and "up to iteration 20" in line
+
+
+def test_the_picture_marks_where_a_curve_crosses_zero(runs, capsys, monkeypatch):
+    """resformer crosses at 12, svformer would after the end, gqa is behind all along."""
+    for name, difference in (("resformer", lambda i: i - 12), ("svformer", lambda i: i / 10 - 12), ("gqa", lambda i: 1)):
+        for seed in (1, 2):
+            base = train.read_log(runs / f"vanilla/seed{seed}")[0]
+            rewrite_log(runs / name / f"seed{seed}", lambda x, base=base, difference=difference: {
+                **x, "loss": base[x["iter"]]["loss"] + difference(x["iter"])} if "loss" in x else x)
+    panels = []
+    monkeypatch.setattr("analysis.plot.draw", lambda path, found, *_: panels.extend(found) or open(path, "w").close())
+    code, _, _ = run_command(relative_loss, capsys, monkeypatch, *(runs / s for s in ("resformer", "svformer", "gqa")),
+                             "--window=1", f"--out_dir={runs}")
+    assert code == 0 and panels[0]["at"] == {"resformer": pytest.approx(12)}
+    assert "at" not in panels[1] and panels[2]["apart"]  # sources have no order
+
+
 def test_relative_loss_of_a_moved_sweep_and_of_a_named_baseline(runs, capsys, monkeypatch, tmp_path):
     moved = tmp_path / "elsewhere"
     shutil.move(runs, moved)
@@ -244,7 +277,7 @@ def test_table_5(capsys, monkeypatch, tmp_path):
         for form, value in zip(("line", "loglog", "piecewise", "offset"), published):
             assert result["forms"][form] == pytest.approx(value, abs=0.001)
         assert result["interval_95"] is None and result["interval_from"] == "range over fits only"
-    assert "10.3%" in out and "range over fits only" in out
+    assert "10.3%" in out and "range over fits only" in out and out.splitlines()[-1].startswith("no 95 % interval where")
     assert total["range"] == pytest.approx([0.103, 0.130], abs=0.001)
 
 
@@ -377,6 +410,52 @@ def test_scaling_leaves_out_what_does_not_count(sizes, capsys, monkeypatch):
     assert by_axis["n_params"]["forms"]["offset"] is None
 
 
+def more_seeds(sizes, name, **losses):
+    """Copies of a run with other seeds and final losses: seed7=2.5."""
+    for seed, loss in losses.items():
+        shutil.copytree(sizes / name, sizes / f"{name}_{seed}")
+        file = sizes / f"{name}_{seed}" / "config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), "seed": int(seed[4:])}))
+        rewrite_log(file.parent, lambda x, loss=loss: {**x, "val_mean": loss} if "val" in x and x["iter"] == 30 else x)
+
+
+def test_scaling_compares_the_same_seeds(sizes, capsys, monkeypatch):
+    """A seed that one system alone has changes no estimate: losses far off would."""
+    code, out, err = run_command(scaling, capsys, monkeypatch, sizes)
+    before = written(sizes, "scaling")
+    assert code == 0 and not err
+    more_seeds(sizes, "vanilla_64_30", seed2=9.0, seed3=9.0)
+    more_seeds(sizes, "resformer_128_30", seed2=9.0)
+    code, _, err = run_command(scaling, capsys, monkeypatch, sizes)
+    assert code == 0 and written(sizes, "scaling") == before
+    assert sorted(err.splitlines()) == [
+        "value_residual at 128,000 parameters: left out: seed 2: not there of vanilla and value_residual",
+        "vanilla at 64,000 parameters: left out: seed 2, 3: not there of vanilla and value_residual"]
+
+
+def test_scaling_of_seeds_of_which_some_are_everywhere(sizes, capsys, monkeypatch):
+    """Seeds 1 and 2 are at every point, 3 at one: estimate and interval rest on 1 and 2."""
+    for width, loss in ((32, 4.0), (64, 3.8), (128, 3.6)):
+        more_seeds(sizes, f"vanilla_{width}_30", seed2=loss)
+        more_seeds(sizes, f"resformer_{width}_30", seed2=loss - 0.05)
+    code, _, err = run_command(scaling, capsys, monkeypatch, sizes)
+    before = [r for r in written(sizes, "scaling") if r["axis"] != "tokens"]
+    assert code == 0 and before[0]["interval_from"] == "2 seeds" and not err
+    for name in ("vanilla", "resformer"):
+        more_seeds(sizes, f"{name}_64_30", seed3=9.0)
+    code, _, err = run_command(scaling, capsys, monkeypatch, sizes)
+    assert code == 0 and [r for r in written(sizes, "scaling") if r["axis"] != "tokens"] == before
+    for name in ("vanilla", "value_residual"):
+        assert f"{name} at 64,000 parameters: left out: seed 3: not at every point of vanilla and value_residual" in err
+
+
+def test_scaling_without_a_seed_in_common(sizes, capsys, monkeypatch):
+    for file in sizes.glob("resformer*/config.json"):
+        file.write_text(json.dumps({**json.loads(file.read_text()), "seed": 5}))
+    code, out, err = run_command(scaling, capsys, monkeypatch, sizes)
+    assert code == 0 and "nothing to fit" in out and err.count("left out: seed 5: not there of") == 6
+
+
 def test_scaling_of_one_size(trained, capsys, monkeypatch):
     code, out, err = run_command(scaling, capsys, monkeypatch, trained / "runs")
     assert code == 0 and "nothing to fit" in out and "GQA2: left out" in err and "shared_value: left out" in err
@@ -399,12 +478,21 @@ def test_bad_input_ends_with_one_line(module, runs, capsys, monkeypatch):
         assert "--window=-1" in error(runs, "--window=-1") and "--fit_last=1" in error(runs, "--fit_last=1")
     with open(runs / "learnable/seed1/log.jsonl", "a") as f:
         f.write("{damaged\n")
-    assert "learnable/seed1/log.jsonl: holds a line" in error(runs)
+    assert "learnable/seed1/log.jsonl: holds a line" in error(runs / "learnable/seed1")
     (runs / "learnable/seed1/log.jsonl").unlink()
-    code, _, err = run_command(module, capsys, monkeypatch, runs)
-    assert code == 0 and "learnable/seed1: left out: it has no log.jsonl" in err
+    assert "learnable/seed1/log.jsonl: missing" in error(runs / "learnable/seed1")
     (runs / "learnable/seed1/config.json").write_text("{}")
-    assert "learnable/seed1/config.json: not written by train.py" in error(runs)
+    assert "learnable/seed1/config.json: not written by train.py" in error(runs / "learnable/seed1")
+
+
+def test_a_baseline_that_is_damaged_takes_its_runs_along(runs, capsys, monkeypatch):
+    for file in ("log.jsonl", "config.json"):
+        (runs / "vanilla/seed1" / file).write_text("[]\n")
+        code, _, err = run_command(relative_loss, capsys, monkeypatch, runs / "gqa")
+        assert code == 0 and "seed1: left out: its baseline: " in err and file in err
+        assert written(runs / "gqa", "relative_loss")["gqa"]["seeds"] == [2]
+        code, _, err = run_command(relative_loss, capsys, monkeypatch, runs / "gqa/seed1")
+        assert code == 2 and "error: no run is left whose baseline can be read" in err
 
 
 def test_systems_of_seeds_alone(trained):

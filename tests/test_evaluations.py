@@ -218,9 +218,9 @@ def test_evaluate_names_what_it_leaves_out_and_what_is_wrong(runs, trained, tmp_
     shutil.copytree(runs / "vanilla/seed1", folder / "a")
     shutil.copytree(runs / "vanilla/seed1", folder / "b", ignore=lambda *_: ["ckpt.pt"])
     said = call(evaluate, folder, "--sequences=2", "--device=cpu", capsys=capsys, monkeypatch=monkeypatch)
-    assert "b: left out: it has no ckpt.pt" in said.err and len(content(folder / "a/evaluate.json")["runs"]) == 1
+    assert "/b/ckpt.pt: no such checkpoint" in said.err and len(content(folder / "a/evaluate.json")["runs"]) == 1
     for words, problem in [
-        ([folder / "b"], "none of these runs has a checkpoint"), (["--weights=Foo:1"], "no source Foo, only C4, Book"),
+        ([folder / "b"], "no such checkpoint"), (["--weights=Foo:1"], "no source Foo, only C4, Book"),
         (["--weights=C4"], "source:weight"), (["--weights=C4:0"], "source:weight"), (["--bin=X"], "has val, C4, Book"),
         (["--stride=33"], "at least 0 and below 33"), (["--stride=4", "--sequences=3"], "leave --sequences out"),
         (["--sequences=-1"], "at least 0"), (["--data=nowhere"], "no such folder"),
@@ -228,6 +228,14 @@ def test_evaluate_names_what_it_leaves_out_and_what_is_wrong(runs, trained, tmp_
         with pytest.raises(UserError, match=problem):
             call(evaluate, *(words if words[0] == folder / "b" else [folder / "a", "--device=cpu", *words]), capsys=capsys,
                  monkeypatch=monkeypatch)
+
+
+def test_sources_are_not_joined_by_lines(monkeypatch, runs, tmp_path, capsys):
+    panels = []
+    monkeypatch.setattr("analysis.plot.draw", lambda path, found, *_: panels.extend(found) or open(path, "w").close())
+    call(evaluate, runs, "--sequences=1", "--device=cpu", f"--out_dir={tmp_path}", capsys=capsys, monkeypatch=monkeypatch)
+    zeroshot.picture(str(tmp_path / "z"), common.find_runs([str(runs / "gqa")]), {"seed1": {"piqa": {"acc": 0.5}}})
+    assert len(panels) == 3 and all(p["apart"] for p in panels)
 
 
 def test_a_bin_without_a_window_and_one_without_counts(runs, trained, tmp_path, capsys, monkeypatch):

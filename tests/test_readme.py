@@ -78,6 +78,13 @@ def test_ci_runs_the_readmes_test_command():
     assert command.partition(".venv/bin/activate && ")[2] in ci
 
 
+def test_no_package_is_listed_twice():
+    table = README.partition("## What each dependency is for")[2].partition("\n## ")[0]
+    cells = re.findall(r"^\| (?!package|---)([^|]+?) \|", table, flags=re.M)
+    packages = [name.strip() for cell in cells for name in re.sub(r"\(.*?\)", "", cell).split(",")]
+    assert len(packages) > 10 and len(packages) == len(set(packages))
+
+
 def test_own_system_of_the_readme_trains(in_checkout):
     """The worked example, applied as it is described: a word in value_mix, a branch before ValueMix.forward's last else."""
     branch = next(b for b in blocks("python") if "decay" in b and "elif" in b)
