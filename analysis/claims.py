@@ -47,8 +47,8 @@ def below(*pairs):
     """Loss of a below that of b, for pairs (a, b) of systems, at the family's budget."""
     def check(records, _):
         found = {f"{a} - {b}": records.difference(a, b, records.tokens) for a, b in pairs}
-        cells = [(f"{name}: " if len(pairs) > 1 else "") + (described(d, records.tokens) if d else "no paired runs")
-                 for name, d in found.items()]
+        cells = [(f"{name}: " if len(pairs) > 1 else "") + described(d, records.tokens) for name, d in found.items() if d]
+        cells += ["no paired runs of " + ", ".join(name for name, d in found.items() if not d)] * (None in found.values())
         return "; ".join(cells), together([verdict(d, -1) for d in found.values()])
     return check
 
@@ -168,8 +168,9 @@ def larger_spectrum(_, numbers):
             share = statistics.fmean(shares.values())
             cells.append(f"{'mixed' if 'mixed' in name else 'own'} values: larger in {share:.0%} of layers")
             verdicts.append(NOT_SEEN if share <= 0.5 else HOLDS if min(shares.values()) > 0.5 and len(shares) > 1 else PARTLY)
-    return "; ".join(cells + [f"{billions(m['tokens'])} tokens"] * bool(cells and m["tokens"])) or "not measured on both", \
-        together(verdicts)
+    if cells and m["tokens"]:
+        cells.append(f"{billions(m['tokens'])} tokens")
+    return "; ".join(cells) or "not measured on both", together(verdicts)
 
 
 def lambdas_grow(_, numbers):

@@ -97,9 +97,8 @@ class Records:
         return sorted(t for (s, t), of in self.points.items() if s == system and of)
 
     def systems(self, tokens):
-        """Names of those with a run at that budget, the paper's first."""
-        return sorted({s for (s, t), of in self.points.items() if t == tokens and of},
-                      key=lambda s: (list(PAPER).index(s) if s in PAPER else len(PAPER), s))
+        """Names of those with a run at that budget (None: at any), in the order of place."""
+        return sorted({s for (s, t), of in self.points.items() if tokens in (t, None) and of}, key=place)
 
     def difference(self, system, base, tokens, value=lambda line: line["val_mean"]):
         return difference(*({seed: value(p.end) for seed, p in self.at(s, tokens).items()} for s in (system, base)))
@@ -113,6 +112,11 @@ class Records:
             self.skip(name, "not there")
         except ValueError as e:
             self.skip(name, f"no JSON ({e})")
+
+
+def place(system):
+    """Where a system stands in a table: the paper's first, in the order of PAPER."""
+    return list(PAPER).index(system.split()[0]) if system.split()[0] in PAPER else len(PAPER), system
 
 
 def difference(values, base):

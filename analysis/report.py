@@ -29,7 +29,7 @@ import train
 from analysis import common, plot, relative_loss, scaling
 from analysis.attention import rounded
 from analysis.claims import CLAIMS
-from analysis.records import PAPER, PAPER_SAVING, PAPER_TOKENS, Records, billions, noise, number, spread
+from analysis.records import PAPER, PAPER_SAVING, PAPER_TOKENS, Records, billions, noise, number, place, spread
 from analysis.relative_loss import t_95
 from configurator import REPO, UserError, command, configure
 
@@ -66,8 +66,10 @@ def origin(where, runs):
 
 
 def noise_said(sd):
-    return (f"From seed to seed a paired difference in family/ has a standard deviation of {sd['std']:.4f} (pooled over systems, "
-            f"{sd['df']} degrees of freedom).") if sd else "No system has two paired seeds: the noise between seeds is not known."
+    if not sd:
+        return "No system has two paired seeds: the noise between seeds is not known."
+    return (f"From seed to seed a paired difference in family/ has a standard deviation of {sd['std']:.4f} (pooled over "
+            f"systems, {sd['df']} degrees of freedom).")
 
 
 def markdown(head, rows):
@@ -153,10 +155,9 @@ def power_law(tokens, differences):
 def against_tokens(records):
     """The difference to vanilla at every budget of the systems that have several."""
     numbers, rows, series, bands, points, used = {}, [], {}, {}, {}, []
-    everyone = sorted({s for s, _ in records.points if s != "vanilla"}, key=lambda s: (s not in PAPER, s))
-    for system in sorted(everyone, key=lambda s: list(PAPER).index(s) if s in PAPER else 99):
+    for system in records.systems(None):
         found = {t: d for t in records.budgets(system) if (d := records.difference(system, "vanilla", t))}
-        if len(found) < 2:
+        if len(found) < 2 or system == "vanilla":
             continue
         used += [p.run for t in found for s in (system, "vanilla") for p in records.at(s, t).values() if p.run not in used]
         means = [d["mean"] for d in found.values()]
@@ -172,7 +173,7 @@ def against_tokens(records):
             xs = np.geomspace(min(found), PAPER_TOKENS, 40)
             ends = [law[1](q) for q in xs]
             series[system] = [(xs, [e[0] for e in ends])]
-            if far["low"] is not None:
+            if far["low"] is not None and max(abs(x) for e in ends for x in e) < 3 * max(map(abs, means)):
                 bands[system] = xs, [e[1] for e in ends], [e[2] for e in ends]
         if PAPER.get(system):
             series[f"{system}, paper"], points[f"{system}, paper"] = [([], [])], ([PAPER_TOKENS], [PAPER[system]])
@@ -184,24 +185,23 @@ def against_tokens(records):
         "Difference against tokens", origin("tokens/ and family/", used), numbers,
         ["system", "tokens", "difference [95 %]", "seeds", "paper"], rows,
         [f"The last row of a system is an extrapolation far outside of the data: {PAPER_TOKENS / largest:.0f} times the "
-         "largest budget. It is a straight line fitted to ln |difference| against ln tokens, |difference| = a D^-b, every budget "
-         "counting alike; its interval is the 95 % prediction interval by Student's t from the residuals, which knows nothing of "
-         "a wrong form.", noise_said(sd)],
+         "largest budget. It is a straight line fitted to ln |difference| against ln tokens, |difference| = a D^-b, every "
+         "budget counting alike; its interval is the 95 % prediction interval by Student's t from the residuals, which knows "
+         "nothing of a wrong form.", noise_said(sd)],
         [dict(series=series, bands=bands, points=points, x="tokens", y=UNIT, log="x", zero=True,
               title="points: runs; lines: fits, extrapolated to 20B tokens")],
-        "Does the gain last? Lines and bands beyond the runs' points are extrapolation.")
+        "Does the gain last? Lines and bands (95 % prediction) beyond the points are extrapolation; a band is left out where it would dwarf the points.")
 
 
 def data_saving(records):
     """Tokens that a system needs for vanilla's final loss at each budget."""
     numbers, rows, series, used = {}, [], {}, []
     sd = noise(records.difference(s, "vanilla", records.tokens) for s in records.systems(records.tokens) if s != "vanilla")
-    for system in sorted({s for s, _ in records.points if s != "vanilla"}, key=lambda s: list(PAPER).index(s)
-                         if s in PAPER else 99):
+    for system in records.systems(None):
         budgets = [t for t in records.budgets(system) if records.at("vanilla", t)]
         # the same seeds at every budget: else a curve would bend where another seed begins
         seeds = set.intersection(*(set(records.at(s, t)) for t in budgets for s in (system, "vanilla"))) if budgets else ()
-        if len(budgets) < 2 or not seeds:
+        if len(budgets) < 2 or not seeds or system == "vanilla":
             continue
         used += [p.run for t in budgets for s in (system, "vanilla") for p in records.at(s, t).values() if p.run not in used]
         base, own = ([statistics.fmean(records.at(s, t)[seed].end["val_mean"] for seed in seeds) for t in budgets]
@@ -225,13 +225,13 @@ def data_saving(records):
         "Data saving", origin("tokens/ and family/", used), numbers,
         ["system", "budget", "vanilla's loss", "saving", "95 % interval", "seeds"], rows,
         ["Saving: 1 - D* / D, where the system's loss at D* is vanilla's final loss at the budget D (mean over sources; only "
-         "runs that are fully decayed; linear in ln tokens between budgets). A * marks what lies outside of the system's budgets "
-         f"and continues the first or last piece. The paper has {scaling.percent(PAPER_SAVING)} (v5, second-hand; at 468M and 20B "
-         "tokens).",
+         "runs that are fully decayed; linear in ln tokens between budgets). A * marks what lies outside of the system's "
+         f"budgets and continues the first or last piece. The paper has {scaling.percent(PAPER_SAVING)} (v5, second-hand; "
+         "468M, 20B tokens).",
          "Interval: vanilla's loss moved by 95 % of Student's t of that noise, taken to be the same at every budget. "
          + noise_said(sd)],
         [dict(series=series, x="tokens", y="loss, mean over sources (nats per token)", log="x", marks=True,
-              title="every point is a run with its own schedule")], "The horizontal gap between the lines is the saving of data")
+              title="every point is a run with its own schedule")], "The horizontal gap between lines is the saving of data")
 
 
 def mean_of(key):
@@ -284,10 +284,9 @@ def mechanism(records):
         except (KeyError, TypeError, AttributeError, ValueError, UserError) as e:
             records.skip(f"mechanism/{analysis}.json", f"not of the form that analysis.{analysis} writes ({e!r})")
     shown = [name for name, (_, column, _, _) in MECHANISM.items() if column]
-    names = list(dict.fromkeys(s for name in shown for s in values[name]))
+    names = sorted({s for name in shown for s in values[name]}, key=place)
     if not names:
         return None
-    names.sort(key=lambda s: (list(PAPER).index(s.split()[0]) if s.split()[0] in PAPER else 99, s))
     rows = [[s, *(number(statistics.fmean(of.values()), MECHANISM[n][3]) if (of := values[n].get(s)) else "-" for n in shown)]
             for s in names]
     budgets = sorted({r.config["tokens_per_iter"] * r.config["max_iters"] for r in runs.values()})
