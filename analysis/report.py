@@ -190,7 +190,8 @@ def against_tokens(records):
          "nothing of a wrong form.", noise_said(sd)],
         [dict(series=series, bands=bands, points=points, x="tokens", y=UNIT, log="x", zero=True,
               title="points: runs; lines: fits, extrapolated to 20B tokens")],
-        "Does the gain last? Lines and bands (95 % prediction) beyond the points are extrapolation; a band is left out where it would dwarf the points.")
+        "Does the gain last? Lines and bands (95 % prediction) beyond the points are extrapolation; a band is left out where "
+        "it would dwarf the points.")
 
 
 def data_saving(records):

@@ -218,6 +218,27 @@ def test_mechanism_of_the_wrong_form_is_named(make):
     assert set(content["mechanism"]["systems"]["first_importance"]) >= {"vanilla", "identity"} and "## Mechanism" in text
 
 
+def test_mechanism_of_seeds_is_paired(make):
+    """Names as analyses give them below a family's folder: SYSTEM/seedSEED, and mixed values beside."""
+    write_family(make.root, {"identity": -0.03}, seeds=(1337, 1338))
+    layers = [{"layer": n, "values_of": n, "effective_rank": 9.0} for n in (1, 2, 3)]
+    models = {}
+    for seed in (1337, 1338):
+        for system, largest in (("vanilla/seed{}", 2.0), ("identity/seed{}", 3.0), ("identity/seed{} mixed", 2.5)):
+            models[system.format(seed)] = {"layers": [{**x, "largest": largest + 0.1 * (seed - 1337)} for x in layers]}
+    (make.root / "mechanism").mkdir()
+    (make.root / "mechanism/spectrum.json").write_text(json.dumps({"models": models}))
+    slopes = {1337: 0.1, 1338: 0.11}
+    (make.root / "mechanism/lambdas.json").write_text(json.dumps({f"learnable/seed{seed}": {"kind": "learnable", "layers": {
+        str(n): {"ratio": 1 + slope * n} for n in (2, 3, 4)}} for seed, slope in slopes.items()}))
+    content, text, _, _ = make()
+    assert content["mechanism"]["systems"]["largest"]["identity mixed"] == {"1337": 2.5, "1338": 2.6}
+    assert content["mechanism"]["systems"]["ratio_slope"]["learnable"] == pytest.approx({"1337": 0.1, "1338": 0.11})
+    got = verdicts(content)
+    assert got["eigenvalues of values are larger in ResFormer"] == got["learned λ1/λ2 grows with depth"] == "holds"
+    assert got["value-state drains are weaker in ResFormer"] == "not testable at this budget" and "| identity mixed |" in text
+
+
 def test_verdicts():
     def d(*values):
         return records.difference(dict(enumerate(values)), dict.fromkeys(range(len(values)), 0.0))
