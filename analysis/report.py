@@ -1,0 +1,357 @@
+"""
+The reproduction's report: all tables and pictures from the records in results/, and README's table of what reproduces.
+
+    python -m analysis.report results/
+
+Reads config.json and log.jsonl of runs, as train.py wrote them, and the JSON of other analyses; no checkpoints:
+
+    family/SYSTEM/seedSEED/                      all systems at one number of tokens (a budget)
+    tokens/BUDGET/SYSTEM/seedSEED/               other budgets, each with a schedule of its own that is fully decayed
+    mechanism/concentration.json, similarity.json, spectrum.json, lambdas.json    and runs/ with the records of their runs
+
+and writes report.md, report.json and a picture per section. What is missing, unfinished, damaged or not comparable is named and
+left out. The loss is the mean over sources (nats per token), as in the paper; a difference pairs runs of one seed, budget and
+data; intervals are 95 %, Student's t over such pairs.
+
+To add a section, write a function that takes a Records and returns a Section, and name it in SECTIONS; a claim is a line of
+CLAIMS in analysis/claims.py.
+"""
+import math
+import os
+import re
+import statistics
+import sys
+from dataclasses import dataclass, field
+
+import numpy as np
+
+import train
+from analysis import common, plot, relative_loss, scaling
+from analysis.attention import rounded
+from analysis.claims import CLAIMS
+from analysis.records import PAPER, PAPER_SAVING, PAPER_TOKENS, Records, billions, noise, number, place, spread
+from analysis.relative_loss import t_95
+from configurator import REPO, UserError, command, configure
+
+NAMES = {"resformer": "identity"}  # what other folders call a system
+START, END = "<!-- what reproduces: python -m analysis.report results/ -->", "<!-- end -->"
+UNIT = "loss - vanilla's (nats per token)"
+
+
+@dataclass
+class Config:
+    out_dir: str = ""  # where report.md, report.json and the pictures go; empty: the results folder
+    readme: str = os.path.join(REPO, "README.md")  # the file with the two marker comments; empty: none
+
+
+@dataclass
+class Section:
+    """A part of the report. numbers: for report.json and the claims; rows: cells below their head; panels: as plot.draw's."""
+    title: str
+    made_from: str
+    numbers: dict
+    head: list
+    rows: list
+    notes: list = field(default_factory=list)
+    panels: list = field(default_factory=list)
+    caption: str = ""
+
+
+def origin(where, runs):
+    """The line above a table: what it is made from."""
+    def all_of(key):
+        return ", ".join(sorted({str(r.config.get(key, "unknown")) for r in runs}))
+    return (f"Made from {where}: {len(runs)} run{'s' * (len(runs) != 1)}, seeds {all_of('seed')}; device {all_of('device')}, "
+            f"{all_of('dtype')}, torch {all_of('torch')}.") if runs else f"Made from {where}."
+
+
+def noise_said(sd):
+    if not sd:
+        return "No system has two paired seeds: the noise between seeds is not known."
+    return (f"From seed to seed a paired difference in family/ has a standard deviation of {sd['std']:.4f} (pooled over "
+            f"systems, {sd['df']} degrees of freedom).")
+
+
+def markdown(head, rows):
+    return "\n".join("| " + " | ".join(str(cell) for cell in row) + " |" for row in (head, ["---"] * len(head), *rows))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sections: each takes Records and returns a Section, or None when nothing is there
+
+
+def family(records):
+    """Every system at the family's budget."""
+    tokens, systems, rows, curves, bands = records.tokens, {}, [], {}, {}
+    everything = [p for s in records.systems(tokens) for p in records.at(s, tokens).values()]
+    if not everything:
+        return None
+    sources = list(everything[0].end["val"])
+    for system in records.systems(tokens):
+        of = records.at(system, tokens)
+
+        def mean(value, of=of):
+            known = [value(p.end) for p in of.values()]
+            return None if None in known else statistics.fmean(known)
+        d = records.difference(system, "vanilla", tokens)
+        facts = systems[system] = {
+            "seeds": sorted(of), "val": {s: mean(lambda line, s=s: line["val"].get(s)) for s in sources},
+            "val_mean": mean(lambda line: line["val_mean"]), "val_loss": mean(lambda line: line["val_loss"]),
+            "kv_bytes_per_token": next(iter(of.values())).run.config["kv_bytes_per_token"], "difference": None, "paper": None}
+        if system != "vanilla":
+            facts |= {"difference": d, "paper": PAPER.get(system), "difference_val_loss": records.difference(
+                system, "vanilla", tokens, lambda line: line["val_loss"]), "difference_by_source": {
+                s: records.difference(system, "vanilla", tokens, lambda line, s=s: line["val"].get(s)) for s in sources}}
+        rows.append([system, *(number(facts["val"][s]) for s in sources), number(facts["val_mean"]), number(facts["val_loss"]),
+                     spread(facts["difference"]), len(of), number(facts["paper"], "+.3f")])
+        pairs = [s for s in sorted(of) if s in records.at("vanilla", tokens)] if system != "vanilla" else []
+        if pairs:
+            window = of[pairs[0]].run.config["rel_window"]
+            x, y = relative_loss.over_seeds([relative_loss.compare(of[s].log, records.at("vanilla", tokens)[s].log)["train"]
+                                             for s in pairs], window)
+            curves[system], bands[system] = [(x, y.mean(0))], (x, y.min(0), y.max(0))
+    known = {s: f["difference"] for s, f in systems.items() if f["difference"]}
+    sd = noise(known.values())
+    notes = [f"Losses in nats per token, means over seeds, {billions(tokens)} tokens. Differences: of the mean over sources, "
+             "paired by seed, with the 95 % interval of Student's t over pairs where there are two or more. The paper's are at "
+             "20B tokens, all but identity's from summaries of its v5.", noise_said(sd),
+             "Differences by source: " + "; ".join(f"{s} " + ", ".join(
+                 f"{name} {number(x and x['mean'], '+.4f')}" for name, x in systems[s]["difference_by_source"].items())
+                 for s in known) + "." if known else "No system is paired with vanilla."]
+    panels = [dict(series=curves, bands=bands, x="iteration", y=UNIT, zero=True, title="training, moving average"),
+              dict(series={s: [(list(d["interval_95"] or [d["mean"]]), [s] * (2 if d["interval_95"] else 1))]
+                           for s, d in known.items()}, points={s: ([d["mean"]], [s]) for s, d in known.items()}, x=UNIT,
+                   y="system", title="validation, mean over sources: mean and 95 % interval")] if known else []
+    return Section("Every system at one budget", origin("family/", [p.run for p in everything]),
+                   {"tokens": tokens, "noise": sd, "systems": systems},
+                   ["system", *sources, "mean over sources", "whole bin", "difference [95 %]", "seeds", "paper"], rows, notes,
+                   panels, "Below zero: ahead of vanilla on the same batches. Lines: mean over seeds; bands: lowest to highest")
+
+
+def power_law(tokens, differences):
+    """
+    (numbers, at) of |difference| = a D^-b, a straight line in logarithms; numbers: {"a", "b", "b_interval_95"}; at(D) returns
+    (difference, low, high), 95 % prediction interval by Student's t from the residuals, None for two points. None for fewer
+    points, or when the sign changes.
+    """
+    x, y = np.array(tokens, float), np.array(differences, float)
+    if len(x) < 2 or not ((y < 0).all() or (y > 0).all()):
+        return None
+    line, _, fit = scaling.fit_loglog(x, abs(y))
+    df, u = len(x) - 2, np.log(x)
+    squares, about = float(((u - u.mean()) ** 2).sum()), float(u.mean())
+    sigma = math.sqrt(float((np.log(abs(y) / line(x)) ** 2).sum()) / df) if df else None
+
+    def at(q):
+        middle = float(np.sign(y[0]) * line(q))
+        if not df:
+            return middle, None, None
+        half = t_95(df) * sigma * math.sqrt(1 + 1 / len(x) + (math.log(q) - about) ** 2 / squares)
+        return middle, *sorted(middle * math.exp(min(way * half, 700)) for way in (-1, 1))
+    b, half = -float(fit["b"]), t_95(df) * sigma / math.sqrt(squares) if df else None
+    return {"a": math.exp(fit["a"]), "b": b, "b_interval_95": [b - half, b + half] if df else None}, at
+
+
+def against_tokens(records):
+    """The difference to vanilla at every budget of the systems that have several."""
+    numbers, rows, series, bands, points, used = {}, [], {}, {}, {}, []
+    for system in records.systems(None):
+        found = {t: d for t in records.budgets(system) if (d := records.difference(system, "vanilla", t))}
+        if len(found) < 2 or system == "vanilla":
+            continue
+        used += [p.run for t in found for s in (system, "vanilla") for p in records.at(s, t).values() if p.run not in used]
+        means = [d["mean"] for d in found.values()]
+        law = power_law(list(found), means)
+        far = dict(zip(("mean", "low", "high"), law[1](PAPER_TOKENS))) if law else None
+        numbers[system] = {"tokens": list(found), "differences": list(found.values()), "fit": law and law[0], "at_20B": far}
+        rows += [[system, billions(t), spread(d), len(d["seeds"]), ""] for t, d in found.items()]
+        rows.append([system, "20B, extrapolated", "-: the sign changes" if not far else number(far["mean"], "+.4f") + (
+            f" [{far['low']:+.4f}, {far['high']:+.4f}]" if far["low"] is not None else " (two points: no interval)"), "-",
+            number(PAPER.get(system), "+.3f")])
+        points[system], series[system] = (list(found), means), [(list(found), means)]
+        if law:
+            xs = np.geomspace(min(found), PAPER_TOKENS, 40)
+            ends = [law[1](q) for q in xs]
+            series[system] = [(xs, [e[0] for e in ends])]
+            if far["low"] is not None and max(abs(x) for e in ends for x in e) < 3 * max(map(abs, means)):
+                bands[system] = xs, [e[1] for e in ends], [e[2] for e in ends]
+        if PAPER.get(system):
+            series[f"{system}, paper"], points[f"{system}, paper"] = [([], [])], ([PAPER_TOKENS], [PAPER[system]])
+    if not rows:
+        return None
+    largest, sd = max(t for f in numbers.values() for t in f["tokens"]), noise(
+        records.difference(s, "vanilla", records.tokens) for s in records.systems(records.tokens) if s != "vanilla")
+    return Section(
+        "Difference against tokens", origin("tokens/ and family/", used), numbers,
+        ["system", "tokens", "difference [95 %]", "seeds", "paper"], rows,
+        [f"The last row of a system is an extrapolation far outside of the data: {PAPER_TOKENS / largest:.0f} times the "
+         "largest budget. It is a straight line fitted to ln |difference| against ln tokens, |difference| = a D^-b, every "
+         "budget counting alike; its interval is the 95 % prediction interval by Student's t from the residuals, which knows "
+         "nothing of a wrong form.", noise_said(sd)],
+        [dict(series=series, bands=bands, points=points, x="tokens", y=UNIT, log="x", zero=True,
+              title="points: runs; lines: fits, extrapolated to 20B tokens")],
+        "Does the gain last? Lines and bands (95 % prediction) beyond the points are extrapolation; a band is left out where "
+        "it would dwarf the points.")
+
+
+def data_saving(records):
+    """Tokens that a system needs for vanilla's final loss at each budget."""
+    numbers, rows, series, used = {}, [], {}, []
+    sd = noise(records.difference(s, "vanilla", records.tokens) for s in records.systems(records.tokens) if s != "vanilla")
+    for system in records.systems(None):
+        budgets = [t for t in records.budgets(system) if records.at("vanilla", t)]
+        # the same seeds at every budget: else a curve would bend where another seed begins
+        seeds = set.intersection(*(set(records.at(s, t)) for t in budgets for s in (system, "vanilla"))) if budgets else ()
+        if len(budgets) < 2 or not seeds or system == "vanilla":
+            continue
+        used += [p.run for t in budgets for s in (system, "vanilla") for p in records.at(s, t).values() if p.run not in used]
+        base, own = ([statistics.fmean(records.at(s, t)[seed].end["val_mean"] for seed in seeds) for t in budgets]
+                     for s in ("vanilla", system))
+        tokens_at = scaling.fit_piecewise(np.array(budgets, float), np.array(own))[1]
+        half = t_95(sd["df"]) * sd["std"] / math.sqrt(len(seeds)) if sd else None
+        series["vanilla"], series[system] = [(budgets, base)], [(budgets, own)]
+        numbers[system] = {"seeds": sorted(seeds), "budgets": []}
+        for tokens, loss in zip(budgets, base):
+            ends = [(train.finite(1 - float(tokens_at(x)) / tokens), not min(own) <= x <= max(own))
+                    for x in (loss, *([loss - half, loss + half] if sd else []))]  # a lower loss to reach: less is saved
+            numbers[system]["budgets"].append({
+                "tokens": tokens, "loss": loss, "saving": ends[0][0], "extrapolated": ends[0][1],
+                "interval_95": [e[0] for e in ends[1:]] or None, "interval_extrapolated": [e[1] for e in ends[1:]] or None})
+            cells = [scaling.percent(x) + "*" * outside for x, outside in ends]
+            rows.append([system, billions(tokens), number(loss), cells[0], f"{cells[1]} .. {cells[2]}" if sd else "-",
+                         len(seeds)])
+    if not rows:
+        return None
+    return Section(
+        "Data saving", origin("tokens/ and family/", used), numbers,
+        ["system", "budget", "vanilla's loss", "saving", "95 % interval", "seeds"], rows,
+        ["Saving: 1 - D* / D, where the system's loss at D* is vanilla's final loss at the budget D (mean over sources; only "
+         "runs that are fully decayed; linear in ln tokens between budgets). A * marks what lies outside of the system's "
+         f"budgets and continues the first or last piece. The paper has {scaling.percent(PAPER_SAVING)} (v5, second-hand; "
+         "468M, 20B tokens).",
+         "Interval: vanilla's loss moved by 95 % of Student's t of that noise, taken to be the same at every budget. "
+         + noise_said(sd)],
+        [dict(series=series, x="tokens", y="loss, mean over sources (nats per token)", log="x", marks=True,
+              title="every point is a run with its own schedule")], "The horizontal gap between lines is the saving of data")
+
+
+def mean_of(key):
+    return lambda result: statistics.fmean(x[key] for x in result["layers"])
+
+
+def ratio_of(pick, first, others):
+    return lambda result: pick(x[first] / x[others] for x in result["layers"])
+
+
+def slope_of_ratio(result):
+    """λ1 / λ2 of the learned weights: change per layer, by least squares."""
+    known = [(int(n), x["ratio"]) for n, x in result["layers"].items() if x["ratio"] is not None]
+    return float(np.polyfit(*zip(*known), 1)[0])
+
+
+MECHANISM = {  # {number: (analysis, column, number of one run's result, format)}; without a column: for claims only
+    "first_importance": ("concentration", "importance of token 1, largest of layers",
+                         lambda r: max(x["first_importance"] for x in r["layers"]), ".4f"),
+    "entropy_ratio": ("concentration", "entropy / uniform, mean of layers", mean_of("entropy_ratio"), ".3f"),
+    "value_drain": ("concentration", "value norm, token 1 / others, smallest",
+                    ratio_of(min, "first_value_norm", "others_value_norm"), ".3f"),
+    "hidden_peak": ("concentration", "hidden norm, token 1 / mean, largest",
+                    ratio_of(max, "first_hidden_norm", "mean_hidden_norm"), ".3f"),
+    "similarity": ("similarity", "token similarity, mean of layers", lambda r: statistics.fmean(r["similarity"][1:]), ".3f"),
+    "effective_rank": ("spectrum", "effective rank of values, mean", mean_of("effective_rank"), ".1f"),
+    "largest": ("spectrum", "largest eigenvalue, mean", mean_of("largest"), ".2f"),
+    "ratio_slope": ("lambdas", "λ1/λ2, change per layer", slope_of_ratio, "+.3f"),
+    "eigenvalues": ("spectrum", "", lambda r: {x["layer"]: x["largest"] for x in r["layers"]}, ""),
+}
+
+
+def mechanism(records):
+    """A few numbers per system of what the analyses of checkpoints wrote."""
+    values, runs, uniform = {name: {} for name in MECHANISM}, {}, None
+    for analysis in dict.fromkeys(of for of, *_ in MECHANISM.values()):
+        content = records.json(f"mechanism/{analysis}.json")
+        try:
+            uniform = content["uniform_first_importance"] if content and analysis == "concentration" else uniform
+            for run, result in (content or {}).get("models", content or {}).items():
+                system = os.path.basename(re.sub(r"[/\\]?seed\d+", "", run))
+                seed = int((re.search(r"seed(\d+)", run) or [0, 0])[1])  # 0: one run without a seed in its name
+                system = " ".join(NAMES.get(word, word) for word in system.split(" "))
+                for name, (of, _, value, _) in MECHANISM.items():
+                    if of == analysis and "(random" not in run:
+                        values[name].setdefault(system, {})[seed] = value(result)
+                for folder in (f"mechanism/runs/{run}", f"family/{run}"):
+                    if os.path.exists(os.path.join(records.root, folder, "config.json")):
+                        runs.setdefault(run, common.Run(os.path.join(records.root, folder), records.root))
+        except (KeyError, TypeError, AttributeError, ValueError, UserError) as e:
+            records.skip(f"mechanism/{analysis}.json", f"not of the form that analysis.{analysis} writes ({e!r})")
+    shown = [name for name, (_, column, _, _) in MECHANISM.items() if column]
+    names = sorted({s for name in shown for s in values[name]}, key=place)
+    if not names:
+        return None
+    rows = [[s, *(number(statistics.fmean(of.values()), MECHANISM[n][3]) if (of := values[n].get(s)) else "-" for n in shown)]
+            for s in names]
+    budgets = sorted({r.config["tokens_per_iter"] * r.config["max_iters"] for r in runs.values()})
+    return Section(
+        "Mechanism", origin("mechanism/*.json", list(runs.values())),
+        {"tokens": budgets[0] if len(budgets) == 1 else None, "kv_bytes_per_token": {
+            NAMES.get(k.split("/")[0], k.split("/")[0]): r.config["kv_bytes_per_token"] for k, r in runs.items()},
+         "uniform_first_importance": uniform, "systems": values}, ["system", *(MECHANISM[n][1] for n in shown)], rows,
+        [f"Budget of these runs: {', '.join(billions(t) for t in budgets) or 'not recorded'} tokens. Value norms are of what "
+         "is attended to (mixed values in ResFormer); the spectrum is of a layer's own values, and of the mixed ones in rows "
+         "named so." + (f" Under uniform attention token 1 has importance {uniform:.4f}: no sink at or below it."
+                        if uniform else "")])
+
+
+SECTIONS = {"family": family, "tokens": against_tokens, "saving": data_saving, "mechanism": mechanism}
+
+
+def main():
+    config = configure(Config, [a for a in sys.argv[1:] if a.startswith("-")])
+    paths = [a for a in sys.argv[1:] if not a.startswith("-")]
+    if len(paths) != 1:
+        raise UserError(f"expected one folder of results, such as results/; found {' '.join(paths) or 'none'}")
+    readme = None
+    if config.readme:
+        with open(config.readme, encoding="utf-8") as f:
+            readme = f.read()
+        if readme.count(START) != 1 or END not in readme.partition(START)[2]:
+            raise UserError(f"{config.readme}: expected the line {START} once, and {END} after it; add them, or give --readme=")
+    records = Records(paths[0])
+    sections = {name: section for name, make in SECTIONS.items() if (section := make(records))}
+    numbers = {name: section.numbers for name, section in sections.items()}
+    verdicts = [[c.text, c.paper, *c.check(records, numbers)] for c in CLAIMS]
+    head = ["claim", "paper", "here", "verdict"]
+    folder = config.out_dir or paths[0]
+    os.makedirs(folder, exist_ok=True)
+    parts = ["# Report", "Written by `python -m analysis.report results/` from the records beside it.", "## What reproduces",
+             "Made from the tables below. The rule of each verdict: analysis/claims.py.", markdown(head, verdicts)]
+    for name, s in sections.items():
+        parts += [f"## {s.title}", s.made_from, markdown(s.head, s.rows), *s.notes]
+        if s.panels:
+            parts.append(f"![{s.title}](report_{name}.png)")
+            plot.draw(os.path.join(folder, f"report_{name}.png"), s.panels, s.title, s.caption)
+    parts += ["## Left out", "\n".join(f"* {line}" for line in records.left_out) or "Nothing."]
+    text, table = "\n\n".join(parts) + "\n", f"{START}\n\n{markdown(head, verdicts)}\n\n{END}"
+    train.write_whole(os.path.join(folder, "report.md"), lambda f: f.write(text.encode()))
+    train.write_json(os.path.join(folder, "report.json"), plain({**numbers, "claims": [
+        dict(zip(head, row)) for row in verdicts], "left_out": records.left_out}))
+    if readme is not None:
+        before, _, after = readme.partition(START)
+        train.write_whole(config.readme, lambda f: f.write((before + table + after.partition(END)[2]).encode()))
+    for line in records.left_out:
+        print(f"left out: {line}", file=sys.stderr)
+    print(train.aligned(["claim", "verdict"], [[row[0], row[3]] for row in verdicts]))
+    print(f"\nwrote {os.path.join(folder, 'report.md')} and report.json" + f", and the table in {config.readme}" * bool(readme))
+
+
+def plain(x):
+    """For JSON: numbers with 6 significant digits, which every machine agrees on."""
+    if isinstance(x, dict):
+        return {str(k): plain(v) for k, v in x.items()}
+    if isinstance(x, (list, tuple)):
+        return [plain(v) for v in x]
+    return rounded(x) if isinstance(x, float) else x
+
+
+if __name__ == "__main__":
+    command(main)

@@ -1,0 +1,288 @@
+"""analysis.report on synthetic records with known differences, and on the committed results."""
+import json
+import math
+import os
+import re
+import shutil
+import statistics
+
+import numpy as np
+import pytest
+from test_curve_analyses import run_command
+
+from analysis import claims, records, report
+from configurator import REPO, UserError
+
+COMMITTED = os.path.join(REPO, "results")
+CONFIG = json.load(open(os.path.join(COMMITTED, "mechanism/runs/vanilla/config.json"), encoding="utf-8"))
+PER_ITER = 1000
+SOURCES = "C4", "Github", "Wikipedia"
+NOISE = {1337: 0.0, 1338: 0.002, 1339: -0.001}  # of a variant's difference, by seed
+
+
+def write_run(folder, seed, iters, final, base=None, cache=16384, wikipedia=0.0):
+    """A run's record that ends at the loss `final`, and at Wikipedia beside it; its training loss comes down to that."""
+    config = {**CONFIG, "seed": seed, "max_iters": iters, "lr_decay_iters": iters, "tokens_per_iter": PER_ITER, "rel_window": 3,
+              "kv_bytes_per_token": cache, "out_dir": str(folder), "baseline": "",
+              "comparable": {**CONFIG["comparable"], "seed": seed, "lr_decay_iters": iters, "tokens_per_iter": PER_ITER}}
+    lines = [{"iter": i, "loss": final + 5 / (i + 1), "lr": 1e-3, "tokens": PER_ITER * (i + 1)} for i in range(iters)]
+    val = {s: final + wikipedia * (s == "Wikipedia") for s in SOURCES}
+    lines.append({"iter": iters, "val_loss": final + 0.5, "val": val, "val_mean": statistics.fmean(val.values())})
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "log.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+
+
+def vanilla_loss(tokens):
+    return 4 - 0.3 * math.log(tokens / 1e4)
+
+
+def write_family(root, deltas, seeds=(1337, 1338, 1339), iters=20):
+    for seed in seeds:
+        base = vanilla_loss(iters * PER_ITER) + 0.01 * (seed - 1337)  # shared by a pair, so it cancels
+        for system, delta in {"vanilla": 0.0, **deltas}.items():
+            noise = NOISE[seed] if system != "vanilla" else 0.0
+            write_run(root / "family" / system / f"seed{seed}", seed, iters, base + delta + noise,
+                      cache=9216 if system == "svformer" else 16384, wikipedia=-0.03 if system == "identity" else 0.0)
+
+
+def write_tokens(root, law, budgets=(10, 40, 66)):
+    """tokens/ runs of vanilla and, for each system, of a difference law(tokens)."""
+    for iters in budgets:
+        for system, at in {"vanilla": lambda t: 0.0, **law}.items():
+            tokens = iters * PER_ITER
+            write_run(root / "tokens" / str(iters) / system / "seed1337", 1337, iters, vanilla_loss(tokens) + at(tokens))
+
+
+@pytest.fixture
+def make(tmp_path, capsys, monkeypatch):
+    """make(root) runs the report: (report.json's content, report.md, README's text, stderr)."""
+    readme = tmp_path / "README.md"
+
+    def run(root=tmp_path / "results", *options):
+        readme.write_text(f"before\n{report.START}\nearlier words\n{report.END}\nafter\n")
+        code, _, err = run_command(report, capsys, monkeypatch, root, f"--readme={readme}", *options)
+        assert code == 0, err
+        return json.loads((root / "report.json").read_text()), (root / "report.md").read_text(), readme.read_text(), err
+    run.root = tmp_path / "results"
+    return run
+
+
+def verdicts(content):
+    return {c["claim"]: c["verdict"] for c in content["claims"]}
+
+
+def test_family_table_and_intervals(make):
+    write_family(make.root, {"identity": -0.03, "sparse": -0.001, "svformer": 0.02})
+    content, text, readme, _ = make()
+    family = content["family"]["systems"]
+    assert content["family"]["tokens"] == 20 * PER_ITER and list(family) == ["vanilla", "identity", "sparse", "svformer"]
+    pairs = [-0.04 + n for n in NOISE.values()]  # -0.03 everywhere and 0.03 more at one of three sources
+    d = family["identity"]["difference"]
+    mean, half = np.mean(pairs), 4.3027 * np.std(pairs, ddof=1) / math.sqrt(3)  # Student's t, two degrees of freedom
+    assert d["mean"] == pytest.approx(mean, abs=1e-6) and list(d["seeds"]) == ["1337", "1338", "1339"]
+    assert d["interval_95"] == pytest.approx([mean - half, mean + half], abs=1e-6)
+    base = vanilla_loss(20 * PER_ITER)
+    assert family["vanilla"]["val_mean"] == pytest.approx(base + 0.01, abs=1e-5)
+    assert family["vanilla"]["val_loss"] == pytest.approx(base + 0.51, abs=1e-5)
+    assert family["identity"]["difference_by_source"]["Wikipedia"]["mean"] == pytest.approx(np.mean(pairs) - 0.02, abs=1e-6)
+    noise = content["family"]["noise"]
+    assert noise == {"std": pytest.approx(np.std(list(NOISE.values()), ddof=1), abs=1e-6), "df": 6}
+    assert f"| {mean:+.4f} [{mean - half:+.4f}, {mean + half:+.4f}] | 3 | -0.027 |" in text
+    assert "device cuda, bfloat16, torch 2.11.0+cu130" in text and "![Every system at one budget](report_family.png)" in text
+    assert (make.root / "report_family.png").read_bytes().startswith(b"\x89PNG")
+    got = verdicts(content)
+    assert got["identity is below vanilla"] == "holds" and got["sparse is below vanilla"] == "holds partly"
+    assert got["plus is below vanilla"] == "not testable at this budget"
+    assert got["vanilla overtakes SVFormer later on"] == "holds"
+    assert got["identity's gain is largest at Wikipedia"] == "holds" == got["SVFormer nearly halves the KV cache"]
+    assert readme.startswith("before\n") and readme.endswith(report.END + "\nafter\n") and "earlier" not in readme
+    assert text.count("| identity is below vanilla |") == readme.count("| identity is below vanilla |") == 1
+    assert make()[:3] == (content, text, readme)  # again, to the byte
+
+
+def test_one_seed_and_the_wrong_sign(make):
+    write_family(make.root, {"identity": -0.03, "constant": 0.01, "svformer": -0.02}, seeds=(1337,))
+    content, text, _, _ = make()
+    got = verdicts(content)
+    assert content["family"]["systems"]["identity"]["difference"]["interval_95"] is None and content["family"]["noise"] is None
+    assert got["identity is below vanilla"] == "holds partly" and got["constant is below vanilla"] == "not seen"
+    assert got["vanilla overtakes SVFormer later on"] == "not testable at this budget"  # it may come later
+    assert "noise between seeds is not known" in text
+
+
+def test_order_of_variants(make):
+    write_family(make.root, {"identity": -0.01, "learnable": -0.03, "constant": -0.04, "sparse": -0.06, "plus": -0.08,
+                             "neutreno": 0.01, "denseformer": -0.05})
+    got = verdicts(make()[0])
+    # every pair of one seed has the same noise, so the differences between variants are exact
+    assert got["the order: plus < sparse < constant, learnable < identity"] == "holds"
+    assert got["identity is below DenseFormer and NeuTRENO"] == "holds partly"
+
+
+def test_extrapolation_over_tokens(make):
+    a, b = 0.5, 0.25
+    wobble = {10: 1.02, 20: 0.99, 40: 0.98, 66: 1.01}
+
+    def law(tokens):
+        return -a * tokens ** -b * wobble[tokens // PER_ITER]
+    write_family(make.root, {"identity": law(20 * PER_ITER) + 0.01}, seeds=(1337,))  # Wikipedia's -0.03 is -0.01 of the mean
+    write_tokens(make.root, {"identity": law, "sparse": lambda t: -0.1 if t < 50_000 else 0.1})
+    content, text, _, _ = make()
+    facts = content["tokens"]["identity"]
+    assert facts["tokens"] == [10_000, 20_000, 40_000, 66_000]
+    x, y = np.log(facts["tokens"]), np.log([-law(t) for t in facts["tokens"]])
+    design = np.stack([np.ones(4), x], 1)  # by the textbook's matrices
+    theta = np.linalg.solve(design.T @ design, design.T @ y)
+    s2 = ((y - design @ theta) ** 2).sum() / 2
+    row = np.array([1, math.log(20e9)])
+    half = 4.3027 * math.sqrt(s2 * (1 + row @ np.linalg.inv(design.T @ design) @ row))
+    assert facts["at_20B"]["mean"] == pytest.approx(-math.exp(row @ theta), rel=1e-4)
+    assert facts["at_20B"]["low"] == pytest.approx(-math.exp(row @ theta + half), rel=1e-3)
+    assert facts["at_20B"]["high"] == pytest.approx(-math.exp(row @ theta - half), rel=1e-3)
+    assert facts["fit"]["b"] == pytest.approx(-theta[1], rel=1e-4)
+    half_b = 4.3027 * math.sqrt(s2 * np.linalg.inv(design.T @ design)[1, 1])
+    assert facts["fit"]["b_interval_95"] == pytest.approx([-theta[1] - half_b, -theta[1] + half_b], rel=1e-3)
+    assert content["tokens"]["sparse"]["fit"] is None and "the sign changes" in text
+    assert "extrapolation far outside of the data" in text
+    got = verdicts(content)
+    assert got["identity's gain shrinks slowly with tokens and stays"] == "holds"
+    assert got["identity's difference at 20B tokens"] == "not testable at this budget"
+
+
+def test_power_law_of_few_points():
+    fit, at = report.power_law([1e8, 1e9], [0.02, 0.01])
+    assert fit["b"] == pytest.approx(math.log10(2)) and fit["b_interval_95"] is None
+    assert at(1e10) == (pytest.approx(0.005), None, None)
+    assert report.power_law([1e8], [-0.02]) is None and report.power_law([1e8, 1e9], [-0.02, 0.02]) is None
+    assert report.power_law([1e8, 1e9], [-0.02, 0.0]) is None
+
+
+def test_data_saving(make):
+    """identity(D) = vanilla(D / 0.8): 20 % less data, wherever that lies between budgets (vanilla is a line in ln D)."""
+    less = 0.3 * math.log(0.8)
+    write_family(make.root, {"identity": less + 0.01, "sparse": 0.0})
+    write_tokens(make.root, {"identity": lambda t: less})
+    content, text, _, _ = make()
+    facts = content["saving"]["identity"]
+    assert facts["seeds"] == [1337] and [b["tokens"] for b in facts["budgets"]] == [10_000, 20_000, 40_000, 66_000]
+    assert [b["saving"] for b in facts["budgets"]] == pytest.approx([0.2] * 4, abs=1e-4)
+    assert [b["extrapolated"] for b in facts["budgets"]] == [True, False, False, False] and "20.0%*" in text
+    sd = np.std(list(NOISE.values()), ddof=1)  # of two systems with two degrees of freedom each
+    half = 2.7764 * sd  # of one pair; Student's t, four degrees of freedom
+    assert facts["budgets"][-1]["interval_95"] == pytest.approx(
+        [1 - 0.8 * math.exp(half / 0.3), 1 - 0.8 * math.exp(-half / 0.3)], abs=1e-3)
+    got = verdicts(content)
+    assert got["ResFormer (identity) reaches vanilla's loss with less data"] == "holds"
+    assert got["ResFormer (sparse) reaches vanilla's loss with less data"] == "not testable at this budget"
+
+
+def test_what_cannot_be_used_is_named(make):
+    write_family(make.root, {"identity": -0.03, "sparse": -0.05, "plus": -0.06, "learnable": -0.04, "constant": -0.04})
+    family = make.root / "family"
+    log = family / "sparse/seed1337/log.jsonl"
+    log.write_text("\n".join(log.read_text().splitlines()[:12]) + "\n")  # no evaluation at the end
+    (family / "plus/seed1338/log.jsonl").write_text("{damaged\n")
+    (family / "plus/seed1339/config.json").write_text("{")
+    for name, change in (("identity/seed1339", {"kv_bytes_per_token": None}), ("learnable/seed1337", {"lr_decay_iters": 40}),
+                         ("constant/seed1337", {"comparable": {**CONFIG["comparable"], "seed": 1337, "min_lr": 0.5}})):
+        file = family / name / "config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    (family / "learnable/seed1338/log.jsonl").unlink()
+    (family / "constant/seed1338/config.json").unlink()
+    text = (family / "constant/seed1339/log.jsonl").read_text()
+    (family / "constant/seed1339/log.jsonl").write_text(text.replace('"val_mean": ', '"val_mean": NaN, "was": '))
+    content, report_md, _, err = make()
+    named = {line.split(": ")[0]: line for line in content["left_out"]}
+    for run, words in (("sparse/seed1337", "not finished"), ("plus/seed1338", "holds a line"), ("plus/seed1339", "damaged"),
+                       ("identity/seed1339", "no usable kv_bytes_per_token"), ("learnable/seed1337", "had not decayed"),
+                       ("learnable/seed1338", "missing"), ("constant/seed1337", "min_lr"), ("constant/seed1338", "config.json"),
+                       ("constant/seed1339", "is no number")):
+        assert words in named[f"family/{run}"] and named[f"family/{run}"] in report_md and named[f"family/{run}"] in err
+    for system in ("constant", "svformer", "neutreno", "denseformer"):
+        assert named[f"family/{system}"].endswith("no finished run")
+    assert str(make.root) not in report_md
+    family = content["family"]["systems"]
+    assert {s: len(f["seeds"]) for s, f in family.items()} == {
+        "vanilla": 3, "identity": 2, "sparse": 2, "plus": 1, "learnable": 1}
+
+
+def test_mechanism_of_the_wrong_form_is_named(make):
+    shutil.copytree(os.path.join(COMMITTED, "mechanism"), make.root / "mechanism")
+    (make.root / "mechanism/similarity.json").write_text('{"models": {"vanilla": []}}')
+    (make.root / "mechanism/lambdas.json").write_text("{")
+    (make.root / "mechanism/spectrum.json").unlink()
+    content, text, _, _ = make()
+    for name, words in (("similarity", "not of the form"), ("lambdas", "no JSON"), ("spectrum", "not there")):
+        assert any(line.startswith(f"mechanism/{name}.json: ") and words in line for line in content["left_out"])
+    assert set(content["mechanism"]["systems"]["first_importance"]) >= {"vanilla", "identity"} and "## Mechanism" in text
+
+
+def test_mechanism_of_seeds_is_paired(make):
+    """Names as analyses give them below a family's folder: SYSTEM/seedSEED, and mixed values beside."""
+    write_family(make.root, {"identity": -0.03}, seeds=(1337, 1338))
+    layers = [{"layer": n, "values_of": n, "effective_rank": 9.0} for n in (1, 2, 3)]
+    models = {}
+    for seed in (1337, 1338):
+        for system, largest in (("vanilla/seed{}", 2.0), ("identity/seed{}", 3.0), ("identity/seed{} mixed", 2.5)):
+            models[system.format(seed)] = {"layers": [{**x, "largest": largest + 0.1 * (seed - 1337)} for x in layers]}
+    (make.root / "mechanism").mkdir()
+    (make.root / "mechanism/spectrum.json").write_text(json.dumps({"models": models}))
+    slopes = {1337: 0.1, 1338: 0.11}
+    (make.root / "mechanism/lambdas.json").write_text(json.dumps({f"learnable/seed{seed}": {"kind": "learnable", "layers": {
+        str(n): {"ratio": 1 + slope * n} for n in (2, 3, 4)}} for seed, slope in slopes.items()}))
+    content, text, _, _ = make()
+    assert content["mechanism"]["systems"]["largest"]["identity mixed"] == {"1337": 2.5, "1338": 2.6}
+    assert content["mechanism"]["systems"]["ratio_slope"]["learnable"] == pytest.approx({"1337": 0.1, "1338": 0.11})
+    got = verdicts(content)
+    assert got["eigenvalues of values are larger in ResFormer"] == got["learned λ1/λ2 grows with depth"] == "holds"
+    assert got["value-state drains are weaker in ResFormer"] == "not testable at this budget" and "| identity mixed |" in text
+
+
+def test_verdicts():
+    def d(*values):
+        return records.difference(dict(enumerate(values)), dict.fromkeys(range(len(values)), 0.0))
+    assert [claims.verdict(x, -1) for x in (d(-1, -1.1, -0.9), d(-1, -3, 0.5), d(-1), d(1), d(0.0), None)] == \
+        ["holds", "holds partly", "holds partly", "not seen", "not seen", "not testable at this budget"]
+    holds, partly, unseen, untestable = claims.HOLDS, claims.PARTLY, claims.NOT_SEEN, claims.NOT_TESTABLE
+    for several, one in (((holds, holds), holds), ((holds, untestable), partly), ((holds, unseen), partly),
+                         ((holds, unseen, unseen), unseen), ((untestable,), untestable), ((unseen, untestable), unseen)):
+        assert claims.together(several) == one
+
+
+@pytest.mark.parametrize("args, words", [
+    (["nowhere"], "nowhere: no such folder"), ([], "found none"), (["a", "b"], "found a b"),
+    (["."], "holds none of family/"), (["results", "--readme=no.md"], "no.md"),
+    (["results", "--readme=bare.md"], "what reproduces"),
+    (["results", "--redme="], "did you mean readme")])
+def test_bad_paths_end_with_one_line(args, words, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "results/family").mkdir(parents=True)
+    (tmp_path / "bare.md").write_text("no markers\n")
+    (tmp_path / "good.md").write_text(f"{report.START}\n{report.END}\n")
+    args = args if any("--re" in a for a in args) else [*args, "--readme=good.md"]
+    code, _, err = run_command(report, capsys, monkeypatch, *args)
+    assert code == 2 and err.startswith("error: ") and len(err.splitlines()) == 1 and words in err and "Traceback" not in err
+    assert not (tmp_path / "results/report.md").exists()
+
+
+def test_nothing_but_a_folder_is_enough(make):
+    (make.root / "family").mkdir(parents=True)
+    content, text, readme, _ = make()
+    assert set(verdicts(content).values()) == {"not testable at this budget"} and "family/vanilla: no finished run" in text
+    with pytest.raises(UserError, match="no such folder"):
+        records.Records("nowhere")
+
+
+def test_committed_report_is_what_the_records_give(tmp_path, capsys, monkeypatch):
+    readme = shutil.copy(os.path.join(REPO, "README.md"), tmp_path / "README.md")
+    monkeypatch.chdir(REPO)
+    code, _, err = run_command(report, capsys, monkeypatch, "results/", f"--out_dir={tmp_path}", f"--readme={readme}")
+    assert code == 0, err
+    for name in ("report.json", "report.md"):
+        with open(os.path.join(COMMITTED, name), encoding="utf-8") as f:
+            assert (tmp_path / name).read_text(encoding="utf-8") == f.read(), f"run python -m analysis.report results/ ({name})"
+    with open(os.path.join(REPO, "README.md"), encoding="utf-8") as f:
+        assert readme.read_text(encoding="utf-8") == f.read()
+    for picture in re.findall(r"!\[[^]]*\]\((\w+\.png)\)", (tmp_path / "report.md").read_text(encoding="utf-8")):
+        assert os.path.exists(os.path.join(COMMITTED, picture))
