@@ -4,6 +4,7 @@ import os
 import re
 import shlex
 import shutil
+import statistics
 import subprocess
 import sys
 
@@ -114,29 +115,43 @@ def test_first_run_table_is_the_measured_one():
         assert train.table(json.load(f)) in README
 
 
-with open(os.path.join(REPO, "results", "bench", "nvidia-h100-80gb-hbm3.json"), encoding="utf-8") as f:
-    MEASURED = json.load(f)
+def measured(name):
+    with open(os.path.join(REPO, "results", "bench", name), encoding="utf-8") as f:
+        return json.load(f)
+
+
+MEASURED = measured("nvidia-h100-80gb-hbm3.json")
+SYSTEMS = re.search(r"`python -m analysis.bench (config/82M.py config/systems.py[^`]*)`", README)[1]
+with open(os.path.join(REPO, "docs", "performance.md"), encoding="utf-8") as performance:
+    PERFORMANCE = performance.read()
 
 
 def test_performance_blocks_are_the_measured_ones():
-    """docs/performance.md holds every table of results/bench but the systems', line by line."""
-    with open(os.path.join(REPO, "docs", "performance.md"), encoding="utf-8") as f:
-        text = f.read()
-    block = text.split("```")[1]
-    tables = {k: v for k, v in MEASURED.items() if "systems.py" not in k}
-    want = "\n\n".join("\n".join([f"$ python -m analysis.bench {k}", *(bench.line(n, r) for n, r in v["rows"].items())])
-                       for k, v in tables.items())
-    assert block.strip() == want
-    with open(os.path.join(REPO, "results", "bench", "cpu.json"), encoding="utf-8") as f:
-        rows = json.load(f)["config/82M.py --decode=1000 --device=cpu"]["rows"]
-    cached, uncached = (row["tokens_per_s"] for row in rows.values())
-    assert f"{cached:.1f} against {uncached:.2f} tokens/s" in text and f"{cached / uncached:.0f} times" in text
+    """docs/performance.md holds every table of results/bench but README's, line by line, a block for each card."""
+    cards = [name for name in os.listdir(os.path.join(REPO, "results", "bench")) if name.startswith("nvidia")]
+    want = {"\n\n".join("\n".join([f"$ python -m analysis.bench {k}", *(bench.line(n, r) for n, r in v["rows"].items())])
+                        for k, v in measured(name).items() if k != SYSTEMS) for name in cards}
+    assert len(want) == len(cards) and want == {block.strip() for block in PERFORMANCE.split("```")[1::2]}
+    decoding = measured("cpu.json")["config/82M.py --decode=1000 --device=cpu"]["rows"]
+    cached, uncached = (r["tokens_per_s"] for r in decoding.values())
+    assert f"{cached:.1f} against {uncached:.2f} tokens/s" in PERFORMANCE and f"{cached / uncached:.0f} times" in PERFORMANCE
+
+
+@pytest.mark.parametrize("batch, words", [("paper", "the paper's batch"), ("one", "one micro-step")])
+def test_speed_on_several_gpus_is_the_measured_one(batch, words):
+    """Medians of the logs' tokens/s, from the fifth iteration on."""
+    row = next(line for line in PERFORMANCE.splitlines() if line.startswith(f"| {words}"))
+    speeds = []
+    for n in (1, 2, 4):
+        steps, _ = train.read_log(os.path.join(REPO, "results", "ddp", f"82M_{n}_{batch}"))
+        speeds.append(statistics.median(s["tokens_per_s"] for i, s in steps.items() if i >= 4))
+        share = "" if n == 1 else f" ({speeds[-1] / speeds[0] / n:.1%})".replace("%", " %")
+        assert f"| {speeds[-1]:,.0f}{share} |" in row
 
 
 def test_systems_table_is_the_measured_one():
     """Parameters, cache and step time of every system of config/systems.py, as analysis.bench wrote them."""
-    command = re.search(r"`python -m analysis.bench (config/82M.py config/systems.py[^`]*)`", README)[1]
-    measured = {n: r for n, r in MEASURED[command]["rows"].items() if not n.endswith(", again")}
+    measured = {n: r for n, r in MEASURED[SYSTEMS]["rows"].items() if not n.endswith(", again")}
     config = configure(train.Config, [os.path.join(REPO, "config", "systems.py")])
     assert set(measured) == set(config.runs)
 

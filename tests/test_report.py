@@ -14,7 +14,7 @@ from analysis import claims, records, report
 from configurator import REPO, UserError
 
 COMMITTED = os.path.join(REPO, "results")
-CONFIG = json.load(open(os.path.join(COMMITTED, "mechanism/runs/vanilla/config.json"), encoding="utf-8"))
+CONFIG = json.load(open(os.path.join(COMMITTED, "family/vanilla/seed1337/config.json"), encoding="utf-8"))
 PER_ITER = 1000
 SOURCES = "C4", "Github", "Wikipedia"
 NOISE = {1337: 0.0, 1338: 0.002, 1339: -0.001}  # of a variant's difference, by seed
