@@ -10,8 +10,8 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from analysis import relative_loss, scaling
-from analysis.records import PAPER, PAPER_SAVING, billions, described, difference
+from analysis import scaling
+from analysis.records import PAPER, PAPER_PARAMETERS, PAPER_SAVING, billions, described, difference, reached
 
 HOLDS, PARTLY, NOT_SEEN, NOT_TESTABLE = "holds", "holds partly", "not seen", "not testable at this budget"
 
@@ -37,17 +37,23 @@ def together(verdicts):
 
 @dataclass
 class Claim:
-    """check(records, {section: numbers}) returns (what was found, with interval, budget and seeds; the verdict)."""
+    """
+    check(records, {section: numbers}) returns (what was found, with interval, budget and seeds; the verdict). folder: of
+    records.ARMS, without which there is no such claim.
+    """
     text: str
     paper: str
     check: Callable
+    folder: str = ""
 
 
-def below(*pairs):
-    """Loss of a below that of b, for pairs (a, b) of systems, at the family's budget."""
+def below(*pairs, pool=lambda records: records):
+    """Loss of a below that of b, for pairs (a, b) of systems, at the budget of a pool: the family's."""
     def check(records, _):
-        found = {f"{a} - {b}": records.difference(a, b, records.tokens) for a, b in pairs}
-        cells = [(f"{name}: " if len(pairs) > 1 else "") + described(d, records.tokens) for name, d in found.items() if d]
+        if (of := pool(records)) is None:
+            return "no runs", NOT_TESTABLE
+        found = {f"{a} - {b}": of.difference(a, b, of.tokens) for a, b in pairs}
+        cells = [(f"{name}: " if len(pairs) > 1 else "") + described(d, of.tokens) for name, d in found.items() if d]
         cells += ["no paired runs of " + ", ".join(name for name, d in found.items() if not d)] * (None in found.values())
         return "; ".join(cells), together([verdict(d, -1) for d in found.values()])
     return check
@@ -75,14 +81,8 @@ def overtaken(records, _):
     tokens = max((t for t in records.budgets("svformer") if records.difference("svformer", "vanilla", t)), default=None)
     if tokens is None:
         return "no paired runs", NOT_TESTABLE
-    d, own, base = (records.difference("svformer", "vanilla", tokens), records.at("svformer", tokens),
-                    records.at("vanilla", tokens))
-    x, y = relative_loss.over_seeds([relative_loss.compare(own[s].log, base[s].log)["train"] for s in d["seeds"]],
-                                    own[next(iter(d["seeds"]))].run.config["rel_window"])
-    point = relative_loss.critical_point(x, y.mean(0)) if len(x) else {"kind": "not reached", "iteration": None}
-    per_iter = own[next(iter(d["seeds"]))].run.config["tokens_per_iter"]
-    here = f"final difference {described(d, tokens)}; training curves: {point['kind']}" + (
-        f" at {billions(point['iteration'] * per_iter)} tokens" if point["iteration"] is not None else "")
+    d, (point, _) = records.difference("svformer", "vanilla", tokens), records.critical("svformer", tokens)
+    here = f"final difference {described(d, tokens)}; training curves: {reached(point)}"
     v = verdict(d, +1)
     return here, NOT_TESTABLE if v == NOT_SEEN else v
 
@@ -180,6 +180,67 @@ def lambdas_grow(_, numbers):
     return (f"change per layer {described(d, m['tokens'])}", verdict(d, +1)) if d else ("not measured", NOT_TESTABLE)
 
 
+def ablated(*pairs):
+    """below, in the pool of ablations with the most tokens."""
+    return below(*pairs, pool=lambda records: max(records.pools["ablations"].values(), key=lambda p: p.tokens, default=None))
+
+
+def at_length(folder, length):
+    """The pool of that length."""
+    return lambda records: next((p for p in records.pools[folder].values() if p.runs()[0].config["block_size"] == length), None)
+
+
+def at_every_length(system):
+    def check(records, _):
+        found = {arm: (pool.difference(system, "vanilla", pool.tokens), pool.tokens)
+                 for arm, pool in records.pools["lengths"].items()}
+        cells = [f"{arm}: {described(d, tokens) if d else 'no paired runs'}" for arm, (d, tokens) in found.items()]
+        return "; ".join(cells) or "no runs", together([verdict(d, -1) for d, _ in found.values()])
+    return check
+
+
+def overtaken_later(records, _):
+    """Critical points in tokens, each length's minus the next shorter one's, by seed; extrapolated ones hold partly at best."""
+    found = {arm: point for arm, pool in records.pools["lengths"].items()
+             if (point := pool.critical("svformer", pool.tokens))}
+    verdicts = []
+    for (_, shorter), (_, longer) in zip(list(found.values())[:-1], list(found.values())[1:]):
+        d = difference(*({seed: p["tokens"] for seed, p in of.items()} for of in (longer, shorter)))
+        sure = {p["kind"] for of in (longer, shorter) for p in of.values()} == {"crossed"}
+        v = verdict(d, +1)
+        verdicts.append(PARTLY if v == HOLDS and not sure else v)
+    return "; ".join(f"{arm}: {reached(mean)}" for arm, (mean, _) in found.items()) or "no paired runs", together(verdicts)
+
+
+def at_best_rates(*systems):
+    """Each system's best over learning rates against vanilla's best."""
+    def check(records, numbers):
+        best = numbers.get("rates", {}).get("best", {})
+        found = {s: best[s]["difference"] if s in best else None for s in systems}
+        tokens = next((pool.tokens for pool in records.pools["rates"].values()), None)
+        cells = [f"{s}: {described(d, tokens)}, {best[s]['rate']} against vanilla's {best['vanilla']['rate']}" if d else
+                 f"{s}: no paired runs" for s, d in found.items()]
+        return "; ".join(cells), together([verdict(d, -1) for d in found.values()])
+    return check
+
+
+def saves_parameters(system):
+    """Of all parameters, by a line in ln N: holds when the interval lies above 0 and meets the paper's range."""
+    def check(records, numbers):
+        r = numbers.get("sizes", {}).get("saving", {}).get(system, {}).get("n_params")
+        part = r and r["forms"]["line"]
+        if part is None:
+            return "no two sizes", NOT_TESTABLE
+        low, high = r["interval_95"] or (None, None)
+        tokens = next(iter(records.pools["sizes"].values())).tokens
+        here = scaling.percent(part) + (f" [{scaling.percent(low)}, {scaling.percent(high)}] ({r['interval_from']})"
+                                        if r["interval_95"] else "") + \
+            f", {len(r['points'][1]['x'])} sizes, {billions(tokens)} tokens"
+        meets = low is not None and 0 < low <= max(PAPER_PARAMETERS) and high >= min(PAPER_PARAMETERS)
+        return here, HOLDS if meets else PARTLY if part > 0 else NOT_SEEN
+    return check
+
+
 CLAIMS = [
     *(Claim(f"{s} is below vanilla", f"{PAPER[s]:+.3f} at 20B tokens", below((s, "vanilla")))
       for s in PAPER if PAPER[s]),
@@ -204,4 +265,27 @@ CLAIMS = [
         "hidden_peak", -1, lambda x, m: x > 1, "vanilla has no peak")),
     Claim("eigenvalues of values are larger in ResFormer", "in most layers", larger_spectrum),
     Claim("learned λ1/λ2 grows with depth", "yes", lambdas_grow),
+    *(Claim(f"ResFormer ({s}) reaches vanilla's loss with fewer parameters", "10.4%, 13.3%, 16.11% (v3, v4, v5; 20B tokens)",
+            saves_parameters(s), "sizes") for s in ("identity", "sparse")),
+    Claim("a residual helps on values only", "value -0.027; query +0.003, key +0.007, attention +0.018, hidden +0.042", ablated(
+        ("identity", "vanilla"), ("vanilla", "query_residual"), ("vanilla", "key_residual"), ("vanilla", "attention_residual"),
+        ("vanilla", "hidden_residual")), "ablations"),
+    Claim("λ1 = 2 is best of 0.5, 1, 2, 5", "training curves", ablated(
+        ("constant", "lambda_0.5"), ("constant", "lambda_1"), ("constant", "lambda_5")), "ablations"),
+    Claim("layers 6-8 are the best to mix in", "-0.052; fewer or more gain less", ablated(
+        ("sparse", "layers_2-4"), ("sparse", "layers_4-5"), ("sparse", "layers_5-8"), ("sparse", "layers_7-8"),
+        ("sparse", "lambda_5")), "ablations"),
+    Claim("V_1 is the best source", "training curves", ablated(
+        ("identity", "source_previous"), ("identity", "source_all")), "ablations"),
+    Claim("identity mapping is worse than vanilla", "training curves", ablated(("vanilla", "identity_mapping")), "ablations"),
+    Claim("ResFormer ends below cross-layer attention", "training curves", ablated(("identity", "cross_layer")), "ablations"),
+    Claim("of pairs of layers that share K, V or both, V hurts least", "training curves", ablated(
+        ("share_v_every_2", "share_k_every_2"), ("share_v_every_2", "cla2")), "ablations"),
+    Claim("of layer 1's Q, K or V for all layers, V hurts least", "training curves", ablated(
+        ("svformer", "shared_query"), ("svformer", "shared_key")), "ablations"),
+    Claim("SVFormer is worse than GQA2 at 2,048 tokens", "training curves", below(
+        ("gqa2", "svformer"), pool=at_length("kv", 2048)), "kv"),
+    Claim("ResFormer gains at every length", "512 to 64,000", at_every_length("identity"), "lengths"),
+    Claim("vanilla overtakes SVFormer later if windows are longer", "5,000 to 30,000 iterations", overtaken_later, "lengths"),
+    Claim("the gain is there at each one's best learning rate", "yes", at_best_rates("identity", "sparse"), "rates"),
 ]

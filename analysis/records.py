@@ -1,6 +1,6 @@
 """
-The records of the reproduction for analysis.report and analysis.claims: finished runs by system, budget and seed, their paired
-differences, how both are shown, and the paper's numbers. Imports nothing of those two.
+The records of the reproduction for analysis.report and analysis.claims: finished runs by system, budget and seed, in pools that
+are never mixed, their paired differences, how both are shown, and the paper's numbers. Imports nothing of those two.
 """
 import contextlib
 import io
@@ -11,7 +11,7 @@ import statistics
 from dataclasses import dataclass
 
 import train
-from analysis import common, scaling
+from analysis import common, relative_loss, scaling
 from analysis.relative_loss import t_interval
 from configurator import UserError
 
@@ -19,6 +19,10 @@ PAPER_TOKENS = 20e9  # the paper's differences below are at 20B tokens; all but 
 PAPER = {"vanilla": 0.0, "identity": -0.027, "constant": -0.039, "learnable": -0.034, "sparse": -0.052, "plus": -0.058,
          "svformer": None, "neutreno": None, "denseformer": None}  # in the order of the tables
 PAPER_SAVING = 0.203
+PAPER_PARAMETERS = 0.104, 0.133, 0.1611  # saved, by v3, v4 and v5 of the paper; v3's is a line's in ln N
+PAPER_ABLATIONS = {**PAPER, "query_residual": 0.003, "key_residual": 0.007, "hidden_residual": 0.042,
+                   "attention_residual": 0.018}  # v5, second-hand
+ARMS = "sizes", "ablations", "kv", "lengths", "rates"  # folders whose subfolders are pools of their own
 
 
 @dataclass
@@ -31,8 +35,8 @@ class Point:
 
 def checked(run):
     """The run's log. Raises UserError when it or config.json lacks a number that the report needs."""
-    whole = ("n_params", "kv_bytes_per_token", "tokens_per_iter", "max_iters", "lr_decay_iters", "seed", "rel_window",
-             "eval_iters")
+    whole = ("n_params", "n_params_non_embedding", "kv_bytes_per_token", "tokens_per_iter", "max_iters", "lr_decay_iters",
+             "seed", "rel_window", "eval_iters")
     missing = [k for k in whole if type(run.config.get(k)) is not int] + [
         k for k, kind in (("decay_lr", bool), ("learning_rate", float), ("comparable", dict))
         if not isinstance(run.config.get(k), kind)]
@@ -46,34 +50,21 @@ def checked(run):
     return log
 
 
-class Records:
+class Pool:
     """
-    What the results folder holds. points: {(system, tokens): {seed: Point}}, finished, decayed and comparable; tokens: the
-    budget of most runs in family/ (None: there is none); left_out: lines that name what was not used, and why.
+    Runs that may be paired. points: {(system, tokens): {seed: Point}}, finished, decayed and comparable; tokens: the budget of
+    most of those whose name begins with `most` (None: there is none). skip(name, reason) hears what is not used.
     """
 
-    def __init__(self, root):
-        if not any(os.path.isdir(os.path.join(root, name)) for name in ("family", "tokens", "mechanism")):
-            found = "holds none of family/, tokens/, mechanism/" if os.path.isdir(root) else "no such folder"
-            raise UserError(f"{root}: {found}; expected the folder of results, such as results/")
-        self.root, self.points, self.left_out, runs = root, {}, [], []
-        for folder in ("family", "tokens"):
-            for path, _, files in sorted(os.walk(os.path.join(root, folder))):
-                if {"config.json", "log.jsonl"} & set(files):
-                    try:
-                        checked(run := common.Run(path, root))
-                        runs.append(run)
-                    except (UserError, TypeError, ValueError) as e:
-                        self.skip(os.path.relpath(path, root), str(e).replace(root.rstrip("/") + "/", ""))
-        with contextlib.redirect_stderr(io.StringIO()) as said:  # scaling's rules for what counts print what they leave out
+    def __init__(self, runs, skip, most=""):
+        self.points = {}
+        with hearing(skip):  # scaling has the rules for what counts
             systems = ",".join(sorted({os.path.basename(r.system) for r in runs}))
             found = scaling.usable(scaling.Config(systems=systems), runs) if runs else []
-        for line in said.getvalue().splitlines():
-            self.skip(*line.split(": left out: "))
         for run, system, _ in found:
             self.points.setdefault((system, run.config["tokens_per_iter"] * run.config["max_iters"]), {})[
                 run.config["seed"]] = Point(run, run.log, run.log[1][run.config["max_iters"]])
-        budgets = [t for (_, t), of in self.points.items() for p in of.values() if p.run.name.startswith("family")]
+        budgets = [t for (_, t), of in self.points.items() for p in of.values() if p.run.name.startswith(most)]
         self.tokens = statistics.mode(budgets) if budgets else None
         for (_, tokens), of in self.points.items():
             for seed, p in list(of.items()):
@@ -81,14 +72,8 @@ class Records:
                 try:
                     train.same((base or p).run.config["comparable"], p.run.config["comparable"], (base or p).run.name)
                 except UserError as e:
-                    self.skip(p.run.name, e)
+                    skip(p.run.name, e)
                     del of[seed]
-        for system in PAPER:
-            if not self.points.get((system, self.tokens)):
-                self.skip(f"family/{system}", "no finished run")
-
-    def skip(self, name, reason):
-        self.left_out.append(f"{name}: {reason}")
 
     def at(self, system, tokens):
         return self.points.get((system, tokens), {})
@@ -100,8 +85,87 @@ class Records:
         """Names of those with a run at that budget (None: at any), in the order of place."""
         return sorted({s for (s, t), of in self.points.items() if tokens in (t, None) and of}, key=place)
 
+    def runs(self):
+        """Those of its budget."""
+        return [p.run for s in self.systems(self.tokens) for p in self.at(s, self.tokens).values()]
+
     def difference(self, system, base, tokens, value=lambda line: line["val_mean"]):
         return difference(*({seed: value(p.end) for seed, p in self.at(s, tokens).items()} for s in (system, base)))
+
+    def relative(self, system, tokens):
+        """(iterations (T,), training loss - vanilla's (seeds, T)), smoothed over rel_window; None without a pair of runs."""
+        own, base = self.at(system, tokens), self.at("vanilla", tokens)
+        seeds = sorted(own.keys() & base.keys())
+        return relative_loss.over_seeds([relative_loss.compare(own[s].log, base[s].log)["train"] for s in seeds],
+                                        own[seeds[0]].run.config["rel_window"]) if seeds else None
+
+    def critical(self, system, tokens):
+        """
+        (the critical point of the mean over seeds, {seed: its own}), each as relative_loss.critical_point's, with "tokens";
+        None without a pair of runs.
+        """
+        if (curve := self.relative(system, tokens)) is None:
+            return None
+        seeds = sorted(self.at(system, tokens).keys() & self.at("vanilla", tokens).keys())
+        per_iter = self.at(system, tokens)[seeds[0]].run.config["tokens_per_iter"]
+        x, y = curve
+        found = [relative_loss.critical_point(x, one) if len(x) else {"kind": "not reached", "iteration": None}
+                 for one in (y.mean(0), *y)]
+        for point in found:
+            point["tokens"] = None if point["iteration"] is None else point["iteration"] * per_iter
+        return found[0], dict(zip(seeds, found[1:]))
+
+
+class Records(Pool):
+    """
+    What the results folder holds. As a Pool: family/ and tokens/, with the budget of most runs in family/. pools: {folder:
+    {arm: Pool}} of the folders of ARMS that are there, by length, learning rate and size. left_out: lines that name what was
+    not used, and why.
+    """
+
+    def __init__(self, root):
+        known = "family", "tokens", "mechanism", *ARMS
+        if not any(os.path.isdir(os.path.join(root, name)) for name in known):
+            found = f"holds none of {'/, '.join(known)}/" if os.path.isdir(root) else "no such folder"
+            raise UserError(f"{root}: {found}; expected the folder of results, such as results/")
+        self.root, self.left_out = root, []
+        super().__init__(self.below("family") + self.below("tokens"), self.skip, "family")
+        for system in PAPER:
+            if not self.points.get((system, self.tokens)):
+                self.skip(f"family/{system}", "no finished run")
+        self.pools = {folder: self.arms(folder) for folder in ARMS if os.path.isdir(os.path.join(root, folder))}
+
+    def below(self, folder):
+        """The runs in that folder of the results whose record can be read."""
+        runs = []
+        for path, _, files in sorted(os.walk(os.path.join(self.root, folder))):
+            if {"config.json", "log.jsonl"} & set(files):
+                try:
+                    checked(run := common.Run(path, self.root))
+                    runs.append(run)
+                except (UserError, TypeError, ValueError) as e:
+                    self.skip(os.path.relpath(path, self.root), str(e).replace(self.root.rstrip("/") + "/", ""))
+        return runs
+
+    def arms(self, folder):
+        """{ARM ("": there is none): Pool} of folder/ARM/SYSTEM/seedSEED/, each at the budget of most of its runs."""
+        runs, pools = {}, {}
+        for run in self.below(folder):
+            runs.setdefault(os.path.dirname(run.system)[len(folder) + 1:], []).append(run)
+        for arm, of in runs.items():
+            pool = Pool(of, self.skip)
+            for (system, tokens), points in list(pool.points.items()):
+                if tokens != pool.tokens or not points:
+                    for p in points.values():
+                        self.skip(p.run.name, f"{billions(tokens)} tokens, most runs beside it {billions(pool.tokens)}")
+                    del pool.points[system, tokens]
+            if pool.points:
+                pools[arm] = pool
+        return dict(sorted(pools.items(), key=lambda item: [
+            item[1].runs()[0].config[k] for k in ("block_size", "learning_rate", "n_params")]))
+
+    def skip(self, name, reason):
+        self.left_out.append(f"{name}: {reason}")
 
     def json(self, name):
         """The content of that file of the results folder, or None."""
@@ -112,6 +176,15 @@ class Records:
             self.skip(name, "not there")
         except ValueError as e:
             self.skip(name, f"no JSON ({e})")
+
+
+@contextlib.contextmanager
+def hearing(skip):
+    """Lines that analysis.scaling prints of what it leaves out go to skip(name, reason)."""
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        yield
+    for line in said.getvalue().splitlines():
+        skip(*line.split(": left out: "))
 
 
 def place(system):
@@ -158,3 +231,8 @@ def described(d, tokens, form="+.4f"):
     """The same with the budget and the number of seeds."""
     n = len(d["seeds"])
     return f"{spread(d, form)}, " + (f"{billions(tokens)} tokens, " if tokens else "") + f"{n} seed{'s' * (n > 1)}"
+
+
+def reached(point):
+    """A critical point, as Pool.critical has it."""
+    return point["kind"] + (f" at {billions(point['tokens'])} tokens" if point["tokens"] is not None else "")

@@ -8,10 +8,11 @@ Reads config.json and log.jsonl of runs, as train.py wrote them, and the JSON of
     family/SYSTEM/seedSEED/                      all systems at one number of tokens (a budget)
     tokens/BUDGET/SYSTEM/seedSEED/               other budgets, each with a schedule of its own that is fully decayed
     mechanism/concentration.json, similarity.json, spectrum.json, lambdas.json    and runs/ with the records of their runs
+    sizes/SIZE/SYSTEM/seedSEED/                  and so kv/, lengths/, rates/, ablations/, as their configs in config/ say
 
 and writes report.md, report.json and a picture per section. What is missing, unfinished, damaged or not comparable is named and
-left out. The loss is the mean over sources (nats per token), as in the paper; a difference pairs runs of one seed, budget and
-data; intervals are 95 %, Student's t over such pairs.
+left out, but for the last line's folders where they are not there at all. The loss is the mean over sources (nats per token),
+as in the paper; a difference pairs runs of one seed, budget and data; intervals are 95 %, Student's t over such pairs.
 
 To add a section, write a function that takes a Records and returns a Section, and name it in SECTIONS; a claim is a line of
 CLAIMS in analysis/claims.py.
@@ -26,10 +27,25 @@ from dataclasses import dataclass, field
 import numpy as np
 
 import train
-from analysis import common, plot, relative_loss, scaling
+from analysis import common, plot, scaling
 from analysis.attention import rounded
 from analysis.claims import CLAIMS
-from analysis.records import PAPER, PAPER_SAVING, PAPER_TOKENS, Records, billions, noise, number, place, spread
+from analysis.records import (
+    PAPER,
+    PAPER_ABLATIONS,
+    PAPER_PARAMETERS,
+    PAPER_SAVING,
+    PAPER_TOKENS,
+    Records,
+    billions,
+    difference,
+    hearing,
+    noise,
+    number,
+    place,
+    reached,
+    spread,
+)
 from analysis.relative_loss import t_95
 from configurator import REPO, UserError, command, configure
 
@@ -65,10 +81,10 @@ def origin(where, runs):
             f"{all_of('dtype')}, torch {all_of('torch')}.") if runs else f"Made from {where}."
 
 
-def noise_said(sd):
+def noise_said(sd, folder="family"):
     if not sd:
         return "No system has two paired seeds: the noise between seeds is not known."
-    return (f"From seed to seed a paired difference in family/ has a standard deviation of {sd['std']:.4f} (pooled over "
+    return (f"From seed to seed a paired difference in {folder}/ has a standard deviation of {sd['std']:.4f} (pooled over "
             f"systems, {sd['df']} degrees of freedom).")
 
 
@@ -104,11 +120,8 @@ def family(records):
                 s: records.difference(system, "vanilla", tokens, lambda line, s=s: line["val"].get(s)) for s in sources}}
         rows.append([system, *(number(facts["val"][s]) for s in sources), number(facts["val_mean"]), number(facts["val_loss"]),
                      spread(facts["difference"]), len(of), number(facts["paper"], "+.3f")])
-        pairs = [s for s in sorted(of) if s in records.at("vanilla", tokens)] if system != "vanilla" else []
-        if pairs:
-            window = of[pairs[0]].run.config["rel_window"]
-            x, y = relative_loss.over_seeds([relative_loss.compare(of[s].log, records.at("vanilla", tokens)[s].log)["train"]
-                                             for s in pairs], window)
+        if system != "vanilla" and (curve := records.relative(system, tokens)):
+            x, y = curve
             curves[system], bands[system] = [(x, y.mean(0))], (x, y.min(0), y.max(0))
     known = {s: f["difference"] for s, f in systems.items() if f["difference"]}
     sd = noise(known.values())
@@ -302,7 +315,172 @@ def mechanism(records):
                         if uniform else "")])
 
 
-SECTIONS = {"family": family, "tokens": against_tokens, "saving": data_saving, "mechanism": mechanism}
+# ---------------------------------------------------------------------------------------------------------------------
+# Sections of folders whose subfolders are pools of their own (records.ARMS): none without that folder
+
+
+def facts(pool):
+    """A pool's budget, length, learning rate, and systems, the lowest first: means over seeds, differences to vanilla."""
+    systems, of = {}, pool.runs()[0].config
+    for system in pool.systems(pool.tokens):
+        points = pool.at(system, pool.tokens)
+        known = [x for p in points.values() if (x := p.end["val_mean"]) is not None]
+        config = next(iter(points.values())).run.config
+        systems[system] = {
+            "seeds": sorted(points), "val_mean": statistics.fmean(known) if known else None,
+            "difference": pool.difference(system, "vanilla", pool.tokens) if system != "vanilla" else None,
+            **{k: config[k] for k in ("kv_bytes_per_token", "n_params", "n_params_non_embedding")}}
+    lowest = sorted(systems, key=lambda s: systems[s]["val_mean"] if systems[s]["val_mean"] is not None else math.inf)
+    return {"tokens": pool.tokens, "block_size": of["block_size"], "learning_rate": of["learning_rate"],
+            "systems": {s: systems[s] for s in lowest}}
+
+
+def compared(records, folder, title, arm="", more=None, notes=(), panels=(), caption="", extra=None):
+    """
+    The Section of a folder of pools: a table of every system's loss and difference to vanilla, pool by pool. arm: the name of
+    the column for what tells pools apart, their folder's; more: {column: cell(pool's name, system, its facts)}; extra: more
+    numbers beside {"arms": {pool's name: facts}}.
+    """
+    pools, rows = records.pools[folder], []
+    arms = {name: facts(pool) for name, pool in pools.items()}
+    for name, of in arms.items():
+        rows += [[*[name] * bool(arm), system, billions(of["tokens"]), number(x["val_mean"]), spread(x["difference"]),
+                  len(x["seeds"]), *(cell(name, system, x) for cell in (more or {}).values())]
+                 for system, x in of["systems"].items()]
+    sd = noise(x["difference"] for of in arms.values() for x in of["systems"].values())
+    return Section(
+        title, origin(f"{folder}/", [run for pool in pools.values() for run in pool.runs()]),
+        {"arms": arms, "noise": sd, **(extra or {})},
+        [*[arm] * bool(arm), "system", "tokens", "mean over sources", "difference [95 %]", "seeds", *(more or {})], rows,
+        [*notes, noise_said(sd, folder)], list(panels), caption)
+
+
+def sizes(records):
+    """Loss against parameters, and how many a system saves."""
+    if not (pools := records.pools.get("sizes")):
+        return None
+    runs, comparisons = [run for pool in pools.values() for run in pool.runs()], []
+    names = {os.path.basename(run.system).split("_")[0] for run in runs}  # sparse_12 is sparse, at 12 layers
+    try:
+        with hearing(lambda name, reason: records.skip(f"sizes/{name.removeprefix('sizes/')}", reason)):
+            comparisons = scaling.from_runs(scaling.Config(systems=",".join(names), baseline="vanilla"), runs)
+    except UserError as e:
+        records.skip("sizes", e)
+    found, panels, notes = {}, [], []
+    for system, base, axis, fixed, of_base, own in comparisons:
+        if axis == "tokens":
+            continue
+        r = found.setdefault(system, {})[axis] = scaling.analyse("line", of_base, own)
+        interval = f" [{scaling.percent(r['interval_95'][0])}, {scaling.percent(r['interval_95'][1])}] ({r['interval_from']})" \
+            if r["interval_95"] else ""
+        notes.append(f"{system} saves of {scaling.AXES[axis]}, at {fixed} and {len(own)} sizes: " + ", ".join(
+            f"{form} {scaling.percent(x)}" + interval * (form == "line") for form, x in r["forms"].items()) + ".")
+        panels.append({**scaling.panel("line", system, base, axis, fixed, r), "title": f"{system}, {fixed}"})
+    return compared(
+        records, "sizes", "Parameters", "size", {
+            "parameters": lambda arm, s, x: f"{x['n_params']:,}",
+            "without embeddings": lambda arm, s, x: f"{x['n_params_non_embedding']:,}"},
+        [f"A saving is 1 - N* / N, where the system's fitted loss at N* is vanilla's at its largest size N. The paper has "
+         f"{', '.join(map(scaling.percent, PAPER_PARAMETERS))} (v3, v4, v5; 20B tokens, total N); v3's is what a line in ln N "
+         "gives. Learning rate and schedule are the same at all sizes.", *notes], panels,
+        "The horizontal gap between the lines at vanilla's largest size is the saving", {"saving": found})
+
+
+def ablations(records):
+    """Differences to vanilla of everything that the paper varies."""
+    if not (pools := records.pools.get("ablations")):
+        return None
+    panels = []
+    for arm, pool in pools.items():
+        known = {s: d for s, x in facts(pool)["systems"].items() if (d := x["difference"])}
+        ends = [(list(d["interval_95"] or [d["mean"]]), [s] * (2 if d["interval_95"] else 1)) for s, d in known.items()]
+        panels += [dict(series={"mean and 95 % interval": ends}, points={"mean and 95 % interval": (
+            [d["mean"] for d in known.values()], list(known))}, x=UNIT, y="", title=arm)] if known else []
+    several = "budget" if set(pools) != {""} else ""
+    return compared(
+        records, "ablations", "Ablations", several, {"paper": lambda arm, s, x: number(PAPER_ABLATIONS.get(s), "+.3f")},
+        ["The paper's differences are at 20B tokens, all but identity's from summaries of its v5. constant is λ1 = 2 and "
+         "lambda_5 is λ1 = 5, in all layers; sparse is λ1 = 5 in layers 6-8."], panels, "Below zero: ahead of vanilla")
+
+
+def kv(records):
+    """Loss against the bytes of the KV cache."""
+    if not (pools := records.pools.get("kv")):
+        return None
+    arms = {arm: facts(pool) for arm, pool in pools.items()}
+    full = {arm: of["systems"]["vanilla"]["kv_bytes_per_token"] for arm, of in arms.items() if "vanilla" in of["systems"]}
+    panels = [dict(series={s: [([x["kv_bytes_per_token"]], [x["val_mean"]])] for s, x in of["systems"].items()
+                           if x["val_mean"] is not None}, log="x", apart=True, x="KV cache, bytes per token (bfloat16)",
+                   y="loss, mean over sources (nats per token)", title=f"length {of['block_size']:,}")
+              for of in arms.values()]
+    return compared(
+        records, "kv", "Loss against KV cache", "length", {
+            "KV bytes/token": lambda arm, s, x: f"{x['kv_bytes_per_token']:,}",
+            "of vanilla's": lambda arm, s, x: f"{x['kv_bytes_per_token'] / full[arm]:.4f}" if arm in full else "-"},
+        ["Bytes are those of the buffers that generation fills."], panels, "Lower left is better")
+
+
+def lengths(records):
+    """Differences by length, and when vanilla overtakes SVFormer."""
+    if not (pools := records.pools.get("lengths")):
+        return None
+    points = {arm: pool.critical("svformer", pool.tokens) for arm, pool in pools.items()}
+    points = {arm: {**point[0], "seeds": point[1]} for arm, point in points.items() if point}
+
+    def crossing(arm, system, _):
+        point = points.get(arm) if system == "svformer" else None
+        return "-" if point is None else reached(point)
+    panels = []
+    for system in ("identity", "svformer"):
+        curves = {arm: curve for arm, pool in pools.items() if (curve := pool.relative(system, pool.tokens))}
+        panels += [dict(series={arm: [(x, y.mean(0))] for arm, (x, y) in curves.items()},
+                        bands={arm: (x, y.min(0), y.max(0)) for arm, (x, y) in curves.items()},
+                        x="iteration", y=UNIT, zero=True, title=f"{system} by length, moving average")] if curves else []
+    return compared(
+        records, "lengths", "Lengths", "length", {"training curve reaches vanilla's": crossing},
+        ["Where SVFormer's smoothed training difference first comes up through zero (paper: always, later if longer); "
+         "extrapolated by a line through the last half of the curve where it does not."], panels,
+        "Below zero: ahead of vanilla on the same batches. Lines: mean over seeds; bands: lowest to highest",
+        {"critical": points})
+
+
+def rates(records):
+    """Each system's best over learning rates, against vanilla's best."""
+    if not (pools := records.pools.get("rates")):
+        return None
+    other = "learning_rate", "min_lr", "seed"
+    settings = {arm: {k: v for k, v in pool.runs()[0].config["comparable"].items() if k not in other} | {"tokens": pool.tokens}
+                for arm, pool in pools.items()}
+    usual = statistics.mode(map(str, settings.values()))
+    for arm in [arm for arm in pools if str(settings[arm]) != usual]:
+        records.skip(f"rates/{arm}", "compared with no other rate: its data, length, budget or schedule are not those of most")
+    best, series, values = {}, {}, {}
+    for system in dict.fromkeys(s for pool in pools.values() for s in pool.systems(pool.tokens)):
+        of = {arm: {seed: x for seed, p in pool.at(system, pool.tokens).items() if (x := p.end["val_mean"]) is not None}
+              for arm, pool in pools.items() if str(settings[arm]) == usual and pool.at(system, pool.tokens)}
+        seeds = set.intersection(*map(set, of.values())) if of else ()  # the same at every rate
+        if seeds:
+            known = {arm: statistics.fmean(losses[seed] for seed in seeds) for arm, losses in of.items()}
+            arm = min(known, key=known.get)
+            values[system] = {seed: of[arm][seed] for seed in seeds}
+            series[system] = [([pools[a].runs()[0].config["learning_rate"] for a in known], list(known.values()))]
+            best[system] = {"rate": arm, "val_mean": known[arm], "at_an_end": arm in (list(known)[0], list(known)[-1])}
+    for system, b in best.items():
+        b["difference"] = difference(values[system], values.get("vanilla", {})) if system != "vanilla" else None
+    return compared(
+        records, "rates", "Learning rates", "peak", {"best": lambda arm, s, x: "best" * (best.get(s, {}).get("rate") == arm)},
+        ["The best of each against vanilla's best: " + "; ".join(
+            f"{s} {spread(b['difference'])} (at {b['rate']}, vanilla at {best['vanilla']['rate']})"
+            for s, b in best.items() if b["difference"]) + "." if any(b["difference"] for b in best.values()) else
+         "No best is paired with vanilla's.",
+         *["At an end of its rates, so that the true best may lie outside: " + ", ".join(
+             s for s, b in best.items() if b["at_an_end"]) + "."] * any(b["at_an_end"] for b in best.values())],
+        [dict(series=series, log="x", marks=True, x="peak learning rate", y="loss, mean over sources (nats per token)")],
+        "Does a system's lowest point lie below vanilla's?", {"best": best})
+
+
+SECTIONS = {"family": family, "tokens": against_tokens, "saving": data_saving, "mechanism": mechanism, "sizes": sizes,
+            "ablations": ablations, "kv": kv, "lengths": lengths, "rates": rates}
 
 
 def main():
@@ -319,7 +497,7 @@ def main():
     records = Records(paths[0])
     sections = {name: section for name, make in SECTIONS.items() if (section := make(records))}
     numbers = {name: section.numbers for name, section in sections.items()}
-    verdicts = [[c.text, c.paper, *c.check(records, numbers)] for c in CLAIMS]
+    verdicts = [[c.text, c.paper, *c.check(records, numbers)] for c in CLAIMS if not c.folder or c.folder in records.pools]
     head = ["claim", "paper", "here", "verdict"]
     folder = config.out_dir or paths[0]
     os.makedirs(folder, exist_ok=True)

@@ -1,5 +1,6 @@
 """
-config/paper: every list of runs is allowed, comparable and trainable, and says the truth about what it costs.
+config/paper: every list of runs is allowed, comparable and trainable, and says the truth about what it costs. The overlays of
+the reproduction in config/: the commands of their docstrings are.
 """
 import ast
 import dataclasses
@@ -8,6 +9,7 @@ import math
 import os
 import re
 import shlex
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,6 +26,7 @@ NAMES = ("table3 table4 fig5 fig7 fig8 fig9 fig10 fig11 fig13 fig14 fig15 fig16 
 SMALL = "config/small.py"
 SHAPE = ("n_layer", "n_head", "n_embd", "n_ffn", "block_size", "vocab_size")  # a system's options are GPTConfig's others
 SYSTEM = [f.name for f in dataclasses.fields(GPTConfig) if f.name not in SHAPE]
+OVERLAYS = ("family tokens sizes ablations kv lengths rates").split()
 every = pytest.mark.parametrize("name", NAMES)
 at_both_sizes = pytest.mark.parametrize("overlay", [[], [SMALL]], ids=["paper", "small"])
 
@@ -47,8 +50,8 @@ def differing(a, b, names):
     return {n for n in names if getattr(a, n) != getattr(b, n)}
 
 
-def docstring(name):
-    return ast.get_docstring(ast.parse((ROOT / f"config/paper/{name}.py").read_text(encoding="utf-8")))
+def docstring(name, folder="config/paper"):
+    return ast.get_docstring(ast.parse((ROOT / folder / f"{name}.py").read_text(encoding="utf-8")))
 
 
 def flops(config):
@@ -285,3 +288,68 @@ def test_every_run_trains(name, bins, one_thread, tmp_path, monkeypatch):
         assert all(("rel_loss" in x) == bool(config.baseline) for x in steps.values()), n
         with open(os.path.join(config.out_dir, "config.json")) as f:
             assert json.load(f)["n_layer"] == config.n_layer
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The overlays
+
+
+def commands(name):
+    """[(words behind train.py, {run: its config of the last seed})] of an overlay's docstring, as bash expands its commands."""
+    script = "".join(line + "\n" for line in docstring(name, "config").splitlines() if line.startswith("    "))
+    said = subprocess.run(["bash", "-euc", "python() { printf '%s\n' \"$*\"; }\n" + script], capture_output=True, text=True,
+                          check=True)
+    found = [line.split()[1:] for line in said.stdout.splitlines()]
+    return [(words, {run: train.resolve(c, train.World()) for run, _, c in train.plan(configure(train.Config, [
+        *(str(ROOT / w) if w.endswith(".py") else w for w in words), "--device=cpu"]))}) for words in found]
+
+
+@pytest.mark.parametrize("name", OVERLAYS)
+def test_every_command_of_an_overlay_trains(name, bins, one_thread, tmp_path, monkeypatch):
+    """Each run is allowed at its real size, beside a baseline that it may be compared with, and trains in a tiny one."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train.signal, "signal", lambda *args: None)
+    places, trained, data = [], set(), SimpleNamespace(fingerprint="the same")
+    for words, runs in commands(name):
+        assert words[1:3] == [f"config/{name}.py", "--data=slimpajama"]
+        where = {c.out_dir: c for c in runs.values()}
+        for run, c in runs.items():
+            train.checked_model_config(c, 50304)
+            windows, steps = train.micro_batches(c, train.World())
+            assert windows * steps * c.block_size == c.tokens_per_iter == 262144 and windows * c.block_size <= 65536
+            assert c.eval_iters * c.batch_size * c.block_size == 640 * 2048  # the same text at every size and length
+            assert c.min_lr == pytest.approx(c.learning_rate / 10)
+            base = where[c.baseline] if c.baseline else c
+            assert (run == "vanilla") == (base is c) and train.comparable(c, data) == train.comparable(base, data)
+            small = dataclasses.replace(tiny(c, bins), baseline="")
+            if (same := repr(dataclasses.replace(small, out_dir=""))) not in trained:
+                trained.add(same)
+                train.train_one(small, train.World(), train.Signals())
+                assert list(train.read_log(c.out_dir)[1]) == [0, 2], run
+        places += [c.out_dir for c in runs.values()]
+    assert len(set(places)) == len(places) or name == "family"  # its second command picks some of the first's
+
+
+def test_overlays_name_systems_as_systems_py_does():
+    """The same name has the same options there, but for the length of an evaluation."""
+    known = configure(train.Config, [str(ROOT / "config/systems.py")]).runs
+    for name in OVERLAYS:
+        for run, options in configure(train.Config, [str(ROOT / f"config/{name}.py")]).runs.items():
+            assert run not in known or known[run] == options, (name, run)
+
+
+@pytest.mark.parametrize("size, run, layers", [("20M", "sparse", 8), ("82M", "sparse", 8), ("180M", "sparse_12", 12),
+                                               ("468M", "sparse_24", 24)])
+def test_sparse_mixes_behind_five_eighths_of_the_layers(size, run, layers):
+    runs = next(runs for words, runs in commands("sizes") if words[0] == f"config/{size}.py")
+    assert list(runs) == ["vanilla", "identity", run] and runs[run].n_layer == layers
+    assert runs[run].layers("value_layers") == [n for n in range(1, layers + 1) if n > 5 / 8 * layers]
+
+
+def test_20M_is_as_its_docstring_says():
+    config = configure(train.Config, [str(ROOT / "config/20M.py")])
+    with torch.device("meta"):
+        model = GPT(train.checked_model_config(config, 50304))
+    assert [f"{n / 1e6:.1f}M" for n in (model.num_params(), model.num_params(True))] == ["23.6M", "4.3M"]
+    assert "23.6M parameters" in docstring("20M", "config") and "4.3M without" in docstring("20M", "config")
+    assert config.head_dim == 64 and config.n_ffn == 3.5 * config.n_embd

@@ -1,0 +1,21 @@
+"""
+An overlay: differences to vanilla at several lengths, with as many tokens per iteration at each (as in the paper's Table 3),
+0.13B in all; and when vanilla overtakes SVFormer. Every length is a list of its own.
+
+    for n in 512 2048 8192; do
+        python train.py config/82M.py config/lengths.py --data=slimpajama --seeds=1337 --block_size=$n \
+            --batch_size=$((65536 / n)) --out_dir=out/lengths/$n
+    done
+
+Cost on an H200: 9 runs of 2 minutes (at 8,192 of 3: 1.4 times the FLOPs) and half a minute to start: 0.4 hours.
+"""
+out_dir = "out/lengths"
+tokens_per_iter = 128 * 2048
+max_iters = 500
+eval_interval = 500
+warmup_iters = 120
+runs = {
+    "vanilla": {},
+    "identity": {"value_residual": True},
+    "svformer": {"shared_value": True},
+}

@@ -1,0 +1,22 @@
+"""
+An overlay: is the gain only a better learning rate? Each system at several, at 0.13B tokens; the best of one meets the best
+of the other. Every rate is a list of its own, and ends at a tenth of its peak.
+
+    for r in 3e-4,3e-5 6e-4,6e-5 1.2e-3,1.2e-4; do
+        python train.py config/82M.py config/rates.py --data=slimpajama --seeds=1337 --learning_rate=${r%,*} --min_lr=${r#*,} \
+            --out_dir=out/rates/${r%,*}
+    done
+
+Cost on an H200: 12 runs of 2 minutes and half a minute to start: half an hour.
+"""
+out_dir = "out/rates"
+tokens_per_iter = 128 * 2048
+max_iters = 500
+eval_interval = 500
+warmup_iters = 120
+runs = {
+    "vanilla": {},
+    "identity": {"value_residual": True},
+    "sparse": {"value_residual": True, "value_mix": "constant", "value_layers": "6-8", "value_lambda1": 5.0},
+    "svformer": {"shared_value": True},
+}
