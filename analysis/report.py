@@ -392,7 +392,8 @@ def ablations(records):
         return None
     panels = []
     for arm, pool in pools.items():
-        known = {s: d for s, x in facts(pool)["systems"].items() if (d := x["difference"])}
+        known = {s: x["difference"] or {"mean": 0.0, "interval_95": None} for s, x in facts(pool)["systems"].items()
+                 if x["difference"] or s == "vanilla"}
         ends = [(list(d["interval_95"] or [d["mean"]]), [s] * (2 if d["interval_95"] else 1)) for s, d in known.items()]
         panels += [dict(series={"mean and 95 % interval": ends}, points={"mean and 95 % interval": (
             [d["mean"] for d in known.values()], list(known))}, x=UNIT, y="", title=arm)] if known else []
@@ -409,8 +410,9 @@ def kv(records):
         return None
     arms = {arm: facts(pool) for arm, pool in pools.items()}
     full = {arm: of["systems"]["vanilla"]["kv_bytes_per_token"] for arm, of in arms.items() if "vanilla" in of["systems"]}
-    panels = [dict(series={s: [([x["kv_bytes_per_token"]], [x["val_mean"]])] for s, x in of["systems"].items()
-                           if x["val_mean"] is not None}, log="x", apart=True, x="KV cache, bytes per token (bfloat16)",
+    panels = [dict(series={s: [([x["kv_bytes_per_token"]], [x["val_mean"]])]
+                           for s in sorted(of["systems"], key=place) if (x := of["systems"][s])["val_mean"] is not None},
+                   log="x", apart=True, x="KV cache, bytes per token (bfloat16)",
                    y="loss, mean over sources (nats per token)", title=f"length {of['block_size']:,}")
               for of in arms.values()]
     return compared(
@@ -463,7 +465,7 @@ def rates(records):
             known = {arm: statistics.fmean(losses[seed] for seed in seeds) for arm, losses in of.items()}
             arm = min(known, key=known.get)
             values[system] = {seed: of[arm][seed] for seed in seeds}
-            series[system] = [([pools[a].runs()[0].config["learning_rate"] for a in known], list(known.values()))]
+            series[system] = [(list(known), list(known.values()))]
             best[system] = {"rate": arm, "val_mean": known[arm], "at_an_end": arm in (list(known)[0], list(known)[-1])}
     for system, b in best.items():
         b["difference"] = difference(values[system], values.get("vanilla", {})) if system != "vanilla" else None
@@ -475,7 +477,7 @@ def rates(records):
          "No best is paired with vanilla's.",
          *["At an end of its rates, so that the true best may lie outside: " + ", ".join(
              s for s, b in best.items() if b["at_an_end"]) + "."] * any(b["at_an_end"] for b in best.values())],
-        [dict(series=series, log="x", marks=True, x="peak learning rate", y="loss, mean over sources (nats per token)")],
+        [dict(series=series, marks=True, x="peak learning rate", y="loss, mean over sources (nats per token)")],
         "Does a system's lowest point lie below vanilla's?", {"best": best})
 
 

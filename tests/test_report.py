@@ -20,12 +20,16 @@ SOURCES = "C4", "Github", "Wikipedia"
 NOISE = {1337: 0.0, 1338: 0.002, 1339: -0.001}  # of a variant's difference, by seed
 
 
-def write_run(folder, seed, iters, final, base=None, cache=16384, wikipedia=0.0):
-    """A run's record that ends at the loss `final`, and at Wikipedia beside it; its training loss comes down to that."""
+def write_run(folder, seed, iters, final, cache=16384, wikipedia=0.0, training=lambda i: 0.0, **settings):
+    """
+    A run's record that ends at the loss `final`, and at Wikipedia beside it; its training loss comes down to that plus
+    training(iteration).
+    """
     config = {**CONFIG, "seed": seed, "max_iters": iters, "lr_decay_iters": iters, "tokens_per_iter": PER_ITER, "rel_window": 3,
-              "kv_bytes_per_token": cache, "out_dir": str(folder), "baseline": "",
-              "comparable": {**CONFIG["comparable"], "seed": seed, "lr_decay_iters": iters, "tokens_per_iter": PER_ITER}}
-    lines = [{"iter": i, "loss": final + 5 / (i + 1), "lr": 1e-3, "tokens": PER_ITER * (i + 1)} for i in range(iters)]
+              "kv_bytes_per_token": cache, "out_dir": str(folder), "baseline": "", **settings}
+    config["comparable"] = {k: v if k == "data" else config.get(k, v) for k, v in CONFIG["comparable"].items()}
+    lines = [{"iter": i, "loss": final + 5 / (i + 1) + training(i), "lr": 1e-3, "tokens": PER_ITER * (i + 1)}
+             for i in range(iters)]
     val = {s: final + wikipedia * (s == "Wikipedia") for s in SOURCES}
     lines.append({"iter": iters, "val_loss": final + 0.5, "val": val, "val_mean": statistics.fmean(val.values())})
     folder.mkdir(parents=True)
@@ -237,6 +241,166 @@ def test_mechanism_of_seeds_is_paired(make):
     got = verdicts(content)
     assert got["eigenvalues of values are larger in ResFormer"] == got["learned λ1/λ2 grows with depth"] == "holds"
     assert got["value-state drains are weaker in ResFormer"] == "not testable at this budget" and "| identity mixed |" in text
+
+
+def write_pool(folder, deltas, seeds=(1337, 1338), base=4.0, iters=20, of=lambda system: {}, **settings):
+    """SYSTEM/seedSEED/ of vanilla at the loss `base` and of systems at their distance to it; of(system): more for write_run."""
+    for seed in seeds:
+        for system, delta in {"vanilla": 0.0, **deltas}.items():
+            noise = NOISE[seed] if system != "vanilla" else 0.0
+            write_run(folder / system / f"seed{seed}", seed, iters, base + delta + noise, **settings, **of(system))
+
+
+def test_folders_that_are_not_there_go_without_a_word(make):
+    write_family(make.root, {"identity": -0.03})
+    content, text, readme, _ = make()
+    assert not set(records.ARMS) & set(content) and not any(f"{arm}/" in text for arm in records.ARMS)
+    mine = [c.text for c in claims.CLAIMS if c.folder]
+    assert len(mine) == 14 and not set(mine) & set(verdicts(content)) and not any(claim in readme for claim in mine)
+
+
+def test_an_empty_folder_has_claims_and_no_table(make):
+    for arm in records.ARMS:
+        (make.root / arm).mkdir(parents=True)
+    content = make()[0]
+    assert not set(records.ARMS) & set(content) and len(content["claims"]) == len(claims.CLAIMS)
+    assert set(verdicts(content).values()) == {"not testable at this budget"}
+
+
+def test_ablations(make):
+    write_pool(make.root / "ablations", {
+        "identity": -0.03, "query_residual": 0.02, "key_residual": 0.02, "hidden_residual": 0.04, "attention_residual": 0.02,
+        "source_previous": -0.01, "source_all": -0.02, "identity_mapping": 0.5, "cross_layer": -0.04, "lambda_0.5": -0.04,
+        "lambda_1": -0.06, "constant": -0.05, "lambda_5": -0.045, "sparse": -0.08, "layers_2-4": -0.01, "layers_4-5": -0.07,
+        "layers_5-8": -0.07, "share_k_every_2": 0.02, "share_v_every_2": 0.01, "cla2": 0.03, "svformer": 0.05,
+        "shared_query": 0.04, "shared_key": 0.04})
+    write_pool(make.root / "ablations/less", {"sparse": 9.0}, iters=10)  # another pool, which the claims do not take
+    content, text, _, err = make()
+    assert list(content["ablations"]["arms"]) == ["", "less"] and "left out: ablations" not in err
+    rows = content["ablations"]["arms"][""]["systems"]
+    assert list(rows)[:2] == ["sparse", "layers_4-5"] and list(rows)[-1] == "identity_mapping"
+    mean = rows["identity"]["difference"]["mean"]
+    assert mean == pytest.approx(-0.03 + 0.001) and rows["identity"]["difference"]["interval_95"] == pytest.approx(
+        [mean - 12.706 * 0.001, mean + 12.706 * 0.001], abs=1e-6)
+    assert content["ablations"]["noise"]["std"] == pytest.approx(0.002 / math.sqrt(2), rel=1e-4)
+    assert re.search(r"\| hidden_residual \| 2e-05B \| 4\.04\d+ \| \+0\.0410 \[.*\] \| 2 \| \+0\.042 \|", text)
+    got = verdicts(content)
+    assert got["a residual helps on values only"] == "holds" == got["identity mapping is worse than vanilla"]
+    assert got["λ1 = 2 is best of 0.5, 1, 2, 5"] == "holds partly"  # 1 is better
+    assert got["layers 6-8 are the best to mix in"] == "holds partly"  # one set is missing
+    assert got["V_1 is the best source"] == "holds" == got["of pairs of layers that share K, V or both, V hurts least"]
+    assert got["ResFormer ends below cross-layer attention"] == got[
+        "of layer 1's Q, K or V for all layers, V hurts least"] == "not seen"
+    assert "![Ablations](report_ablations.png)" in text
+
+
+def test_pools_are_never_mixed(make):
+    """Vanilla of one length or rate is no baseline of another's; a run of another budget is named."""
+    write_run(make.root / "lengths/512/vanilla/seed1337", 1337, 20, 4.0, block_size=512)
+    write_run(make.root / "lengths/2048/identity/seed1337", 1337, 20, 3.9)
+    write_run(make.root / "rates/6e-4/vanilla/seed1337", 1337, 20, 4.0)
+    write_run(make.root / "rates/6e-4/identity/seed1337", 1337, 20, 3.9)
+    write_run(make.root / "rates/6e-4/sparse/seed1337", 1337, 10, 3.9)
+    write_run(make.root / "rates/3e-4/sparse/seed1337", 1337, 20, 3.9, learning_rate=6e-4, min_lr=6e-5)
+    write_run(make.root / "rates/other/sparse/seed1337", 1337, 20, 3.0, block_size=512)
+    content, _, _, err = make()
+    assert all(x["difference"] is None for of in content["lengths"]["arms"].values() for x in of["systems"].values())
+    assert content["rates"]["arms"]["6e-4"]["systems"]["identity"]["difference"]["mean"] == pytest.approx(-0.1)
+    assert content["rates"]["arms"]["3e-4"]["systems"]["sparse"]["difference"] is None
+    assert "rates/6e-4/sparse/seed1337: 1e-05B tokens, most runs beside it 2e-05B" in err
+    assert "rates/other: compared with no other rate" in err and content["rates"]["best"]["sparse"]["rate"] == "3e-4"
+    assert verdicts(content)["ResFormer gains at every length"] == "not testable at this budget"
+
+
+def test_kv(make):
+    caches = {"vanilla": 16384, "svformer": 9216, "gqa2": 8192, "gqa8": 2048}
+    for length, gqa2 in ((8192, 0.05), (2048, 0.01)):
+        write_pool(make.root / "kv" / str(length), {"svformer": 0.03, "gqa2": gqa2, "gqa8": 0.1}, block_size=length,
+                   of=lambda system: {"cache": caches[system]})
+    content, text, _, _ = make()
+    assert list(content["kv"]["arms"]) == ["2048", "8192"]  # by number
+    systems = content["kv"]["arms"]["2048"]["systems"]
+    assert {s: x["kv_bytes_per_token"] for s, x in systems.items()} == caches and list(systems)[:2] == ["vanilla", "gqa2"]
+    assert re.search(r"\| 2048 \| svformer \|.*\| 9,216 \| 0\.5625 \|", text) and "(report_kv.png)" in text
+    assert verdicts(content)["SVFormer is worse than GQA2 at 2,048 tokens"] == "holds"
+
+
+def test_lengths(make):
+    """SVFormer's training loss comes up through vanilla's at iteration 6, 12 and 18."""
+    for length, turn in ((512, 6), (2048, 12), (8192, 18)):
+        write_pool(make.root / "lengths" / str(length), {"identity": -0.03, "svformer": 0.0}, block_size=length, iters=24,
+                   seeds=(1337, 1339), of=lambda system, turn=turn: {
+                       "training": lambda i: 0.1 * (i - turn) * (system == "svformer")})
+    content, text, _, _ = make()
+    found = content["lengths"]["critical"]
+    assert {arm: p["kind"] for arm, p in found.items()} == dict.fromkeys(("512", "2048", "8192"), "crossed")
+    for arm, turn in (("512", 6), ("2048", 12), ("8192", 18)):  # half a seed's -0.001 moves it by 0.005 iterations
+        assert found[arm]["tokens"] == pytest.approx((turn + 0.005) * PER_ITER, rel=1e-4)
+        assert found[arm]["seeds"]["1337"]["iteration"] == pytest.approx(turn, rel=1e-4)
+    assert "| 2048 | svformer |" in text and "crossed at 1.2e-05B tokens" in text
+    got = verdicts(content)
+    assert got["vanilla overtakes SVFormer later if windows are longer"] == "holds" == got["ResFormer gains at every length"]
+    shutil.rmtree(make.root / "lengths/512")
+    write_pool(make.root / "lengths/512", {"identity": 0.03}, block_size=512)
+    got = verdicts(make()[0])
+    assert got["ResFormer gains at every length"] == "holds partly"
+    shutil.rmtree(make.root / "lengths/2048")
+    assert verdicts(make()[0])["vanilla overtakes SVFormer later if windows are longer"] == "not testable at this budget"
+
+
+def test_an_extrapolated_crossing_holds_partly_at_best(make):
+    for length, turn in ((512, 6), (2048, 30)):
+        write_pool(make.root / "lengths" / str(length), {"svformer": 0.0}, block_size=length, iters=24,
+                   of=lambda system, turn=turn: {"training": lambda i: 0.1 * (i - turn) * (system == "svformer")})
+    content = make()[0]
+    assert content["lengths"]["critical"]["2048"]["kind"] == "extrapolated"
+    assert content["lengths"]["critical"]["2048"]["iteration"] == pytest.approx(30, abs=0.1)
+    assert verdicts(content)["vanilla overtakes SVFormer later if windows are longer"] == "holds partly"
+
+
+def test_rates(make):
+    """Vanilla's best is at 1.2e-3, identity's at 6e-4: -0.02 apart there, though -0.05 at 6e-4."""
+    for rate, base, identity, sparse in ((3e-4, 4.10, -0.05, 0.0), (6e-4, 4.03, -0.05, 0.02), (1.2e-3, 4.0, 0.02, 0.1)):
+        write_pool(make.root / "rates" / f"{rate:g}", {"identity": identity, "sparse": sparse}, base=base,
+                   learning_rate=rate, min_lr=rate / 10)
+    content, text, _, _ = make()
+    best = content["rates"]["best"]
+    assert {s: b["rate"] for s, b in best.items()} == {"vanilla": "0.0012", "identity": "0.0006", "sparse": "0.0006"}
+    assert best["identity"]["difference"]["seeds"] == pytest.approx({"1337": -0.02, "1338": -0.018})
+    assert {s: b["at_an_end"] for s, b in best.items()} == {"vanilla": True, "identity": False, "sparse": False}
+    assert "may lie outside: vanilla." in text and list(content["rates"]["arms"]) == ["0.0003", "0.0006", "0.0012"]
+    assert verdicts(content)["the gain is there at each one's best learning rate"] == "holds partly"  # not sparse's
+
+
+def test_sizes(make):
+    """identity(N) = vanilla(N / 0.87): 13 % fewer parameters, whatever is fitted to a line in ln N."""
+    less = 0.3 * math.log(0.87)
+    for size, n in (("20M", 20_000_000), ("82M", 82_000_000), ("180M", 180_000_000), ("468M", 468_000_000)):
+        sparse = {"180M": "sparse_12", "468M": "sparse_24"}.get(size, "sparse")
+        write_pool(make.root / "sizes" / size, {"identity": less, sparse: 0.1}, seeds=(1337,), base=9 - 0.3 * math.log(n),
+                   n_params=n, n_params_non_embedding=n // 2)
+    content, text, _, err = make()
+    saving = content["sizes"]["saving"]
+    for axis in ("n_params", "n_params_non_embedding"):
+        r = saving["identity"][axis]
+        assert r["forms"]["line"] == pytest.approx(0.13, abs=1e-4) == r["forms"]["piecewise"]
+        assert r["interval_95"] == pytest.approx([0.13, 0.13], abs=1e-3) and r["interval_from"] == "residuals"
+    assert saving["sparse"]["n_params"]["forms"]["line"] < 0 and len(saving["sparse"]["n_params"]["points"][1]["x"]) == 4
+    assert list(content["sizes"]["arms"]) == ["20M", "82M", "180M", "468M"] and "left out: sizes" not in err
+    assert "| 180M | sparse_12 |" in text and "10.4%, 13.3%, 16.1%" in text and "line 13.0% [13.0%, 13.0%] (residuals)" in text
+    got = verdicts(content)
+    assert got["ResFormer (identity) reaches vanilla's loss with fewer parameters"] == "holds"
+    assert got["ResFormer (sparse) reaches vanilla's loss with fewer parameters"] == "not seen"
+
+
+def test_sizes_without_vanilla_or_a_second_size(make):
+    write_pool(make.root / "sizes/82M", {"identity": -0.03})
+    content, _, _, err = make()
+    assert content["sizes"]["saving"] == {} and "sizes/identity: it and vanilla need two sizes" in err
+    shutil.rmtree(make.root / "sizes/82M/vanilla")
+    content, _, _, err = make()
+    assert "left out: sizes: --baseline=vanilla" in err
+    assert verdicts(content)["ResFormer (identity) reaches vanilla's loss with fewer parameters"].startswith("not testable")
 
 
 def test_verdicts():
