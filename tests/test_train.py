@@ -415,7 +415,7 @@ def test_config_json_holds_resolved_values(data):
     "n_layer n_head n_kv_head n_embd n_ffn block_size vocab_size dropout rope_theta "
     "value_residual shared_value value_mix value_lambda1 value_lambda2 value_layers value_source value_anchors value_lr_scale "
     "plus_init neutreno denseformer share_k_every share_v_every cla query_residual key_residual hidden_residual "
-    "attention_residual shared_query shared_key identity_mapping cross_layer no_first_skip "
+    "attention_residual shared_query shared_key identity_mapping cross_layer no_first_skip qk_norm scaled_init "
     "data out_dir batch_size tokens_per_iter max_iters learning_rate min_lr warmup_iters lr_decay_iters decay_lr weight_decay "
     "beta1 beta2 grad_clip seed eval_interval eval_iters eval_only log_interval init_from baseline device dtype compile "
     "backend wandb_log tensorboard_log max_bad_steps runs seeds").split())
