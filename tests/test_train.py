@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 import types
 from pathlib import Path
 
@@ -1014,6 +1015,24 @@ def test_missing_bin_and_missing_folder(data, capsys):
     assert "val_Book.bin" in refused(capsys, "--data=bins", "--out_dir=o")
     err = refused(capsys, "--data=nowhere", "--out_dir=o")
     assert "nowhere" in err and "prepare.py" in err and not os.path.exists("o")
+
+
+def test_a_corpus_of_any_size_starts_and_resumes_at_once(data):
+    """Bins with a hole of a tebibyte after their text: the first evaluation, a step and a resume take no longer."""
+    shutil.copytree(data, "bins")
+    meta = json.load(open("bins/meta.json"))
+    for name in ("train", "val"):
+        try:
+            os.truncate(f"bins/{name}.bin", 1 << 40)
+        except OSError as e:
+            pytest.skip(f"no such files here: {e}")
+        meta["bins"][name] = (1 << 40) // np.dtype(meta["dtype"]).itemsize
+    json.dump(meta, open("bins/meta.json", "w"))
+    for iters in (1, 2):
+        began = time.perf_counter()
+        assert go("--data=bins", "--out_dir=o", f"--max_iters={iters}") == 0
+        assert time.perf_counter() - began < 5
+    assert len(losses("o")) == 2
 
 
 @pytest.mark.parametrize("name", ["train", "val"])
