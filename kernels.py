@@ -5,6 +5,8 @@ computed, only how often memory is read.
 import torch
 from torch import Tensor
 
+import model
+
 try:
     import triton
     import triton.language as tl
@@ -74,6 +76,20 @@ if triton:
         tl.store(to, a, mask=inside)
         tl.store(to + HALF, b, mask=inside)
 
+    @triton.jit
+    def swiglu_grad_kernel(y, grad, to, F, BLOCK: tl.constexpr):
+        """A row per program: the gradient `to` (N, 2 F) of y (N, 2 F) from grad (N, F), that of silu(y[:, :F]) * y[:, F:]."""
+        row = tl.program_id(0).to(tl.int64)
+        y, to, grad = y + row * 2 * F, to + row * 2 * F, grad + row * F
+        for start in range(0, F, BLOCK):
+            j = start + tl.arange(0, BLOCK)
+            gate = tl.load(y + j, mask=j < F).to(tl.float32)
+            up = tl.load(y + F + j, mask=j < F).to(tl.float32)
+            g = tl.load(grad + j, mask=j < F).to(tl.float32)
+            s = 1 / (1 + tl.exp(-gate))
+            tl.store(to + j, g * up * s * (1 + gate * (1 - s)), mask=j < F)
+            tl.store(to + F + j, g * gate * s, mask=j < F)
+
 
 def turn(source, to, cos, sin, sign):
     """RoPE of source into `to`, both (B, heads, T, hd), by sign times the angle (0: a copy)."""
@@ -142,6 +158,41 @@ def split_heads(y, widths, head_dim, rope):
     """model.split_heads, where all rows of the batch have the same positions."""
     turned = [w for t, w in widths.items() if t != "v"]  # v comes last
     return dict(zip(widths, SplitHeads.apply(y, *rope, turned, head_dim)))
+
+
+def swiglu_grad(y, grad, to):
+    """Into `to` (N, 2 F): the gradient of y (N, 2 F) from that of model.swiglu(y), grad (N, F); all contiguous."""
+    width = grad.size(1)
+    swiglu_grad_kernel[(len(y),)](y, grad, to, width, BLOCK=min(2048, triton.next_power_of_2(width)), num_warps=8)
+
+
+@torch.library.custom_op("nanoresformer::unswiglu", mutates_args=())
+def unswiglu_op(y: Tensor, grad: Tensor) -> Tensor:
+    """
+    The gradient (..., 2 F) of y (..., 2 F) from grad (..., F). The compiler's own kernel evaluates both halves everywhere and
+    takes twice as long as reading and writing does.
+    """
+    y, to = y.contiguous(), torch.empty_like(y, memory_format=torch.contiguous_format)
+    swiglu_grad(y.flatten(0, -2), grad.contiguous().flatten(0, -2), to.flatten(0, -2))
+    return to
+
+
+@unswiglu_op.register_fake
+def _(y, grad):
+    return torch.empty_like(y, memory_format=torch.contiguous_format)
+
+
+class SwiGLU(torch.autograd.Function):
+    """model.swiglu, with its gradient in one kernel."""
+
+    @staticmethod
+    def forward(ctx, y):
+        ctx.save_for_backward(y)
+        return model.swiglu(y)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return unswiglu_op(ctx.saved_tensors[0], grad)
 
 
 def loss_and_grads(logits, targets, losses, scale, grads):

@@ -65,6 +65,9 @@ class GPTConfig:
     identity_mapping: bool = False  # U_n = A_n V_n + mean of V_1..V_{n-1} (Eq 6)
     cross_layer: bool = False  # attend to layer n's and the source layer's keys and values (Eq 2)
     no_first_skip: bool = False  # block 1's attention output replaces its input instead of being added to it
+    # stronger baselines
+    qk_norm: bool = False  # RMSNorm, without weights, of every head's queries and keys
+    scaled_init: bool = False  # output projections start at 0.02 / sqrt(2 n_layer) instead of 0.02, as GPT-2's
 
     @property
     def kv_heads(self):
@@ -305,6 +308,8 @@ class Attention(nn.Module):
         if self.mixed["x"]:
             x = (x + seen["x"][1]) / 2
         own = self.split_heads(self.c_attn(x), self.own, self.head_dim, rope) if self.own else {}
+        if self.config.qk_norm:  # RoPE leaves norms alone, so it makes no difference that it came first
+            own = {t: p if t == "v" else F.rms_norm(p, (self.head_dim,), eps=1e-5) for t, p in own.items()}
         raw = {t: own[t] if t in own else seen[t][self.take[t]] for t in "qkv"}  # SVFormer (Eq 10): v is V_1
         q, k, v = raw["q"], raw["k"], raw["v"]
         if mix:
@@ -349,6 +354,12 @@ class Attention(nn.Module):
         return v.repeat_interleave(self.config.n_head // self.config.kv_heads, dim=1)
 
 
+def swiglu(y):
+    """silu(gate) * up of y (..., 2 F), the gate and up projections side by side: (..., F)."""
+    gate, up = y.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
 class MLP(nn.Module):
     """SwiGLU: W_down (silu(W_gate x) * W_up x)."""
 
@@ -357,10 +368,10 @@ class MLP(nn.Module):
         self.c_fc = nn.Linear(config.n_embd, 2 * config.ffn, bias=False)  # gate and up in one product
         self.c_proj = nn.Linear(config.ffn, config.n_embd, bias=False)
         self.dropout = nn.Dropout(config.dropout)
+        self.swiglu = swiglu  # train.py may set an equal, faster one (kernels.py)
 
     def forward(self, x):
-        gate, up = self.c_fc(x).chunk(2, dim=-1)
-        return self.dropout(self.c_proj(F.silu(gate) * up))
+        return self.dropout(self.c_proj(self.swiglu(self.c_fc(x))))
 
 
 class Block(nn.Module):
@@ -475,7 +486,9 @@ class GPT(nn.Module):
                 for key, part in parts.items():
                     digest = hashlib.sha256(f"{seed} {key}".encode()).digest()
                     g = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
-                    part.copy_(torch.empty(part.shape, device="cpu").normal_(0.0, 0.02, generator=g))
+                    small = self.config.scaled_init and name.endswith("c_proj.weight")
+                    std = 0.02 / math.sqrt(2 * self.config.n_layer) if small else 0.02
+                    part.copy_(torch.empty(part.shape, device="cpu").normal_(0.0, std, generator=g))
             elif "ln_" in name:
                 p.fill_(1.0)
         if self.value_mix is not None:

@@ -169,6 +169,12 @@ def trained(runs, why_not=lambda shape: ""):
     return [run for run, _ in usable(runs, check, "none of these runs can be used: train first, or give other folders")]
 
 
+def partner(run, runs):
+    """What to compare a run with: the first system's run of the same seed, or else the first run."""
+    first = [r for r in runs if r.system == runs[0].system]
+    return next((r for r in first if r.config.get("seed") == run.config.get("seed")), first[0])
+
+
 def common_folder(paths):
     """The folder that all of these run folders lie in; of a single one, itself."""
     return os.path.relpath(os.path.commonpath([os.path.abspath(p) for p in paths]))

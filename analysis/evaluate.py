@@ -138,9 +138,8 @@ def evaluate(run, config, world):
 def picture(path, runs, results):
     """Loss by source, and the difference to the first system's run of the same seed (or else to the first run)."""
     series, differences, first = {}, {}, runs[0]
-    same_seed = {r.config.get("seed"): r for r in reversed(runs) if r.system == first.system}
     for run in runs:
-        mine, base = results[run.name], results[same_seed.get(run.config.get("seed"), first).name]
+        mine, base = results[run.name], results[common.partner(run, runs).name]
         names = list(mine["bins"])
         series.setdefault(run.system, []).append((names, [mine["bins"][b]["loss"] for b in names]))
         if mine["fingerprint"] == base["fingerprint"]:

@@ -67,7 +67,7 @@ def not_vanilla(shape):
     """What Llama has no counterpart of, as text; empty for a vanilla model."""
     default = GPTConfig()
     return ", ".join(f"{f.name}={getattr(shape, f.name)}" for f in dataclasses.fields(GPTConfig)
-                     if f.name not in (*SHAPE, "dropout") and getattr(shape, f.name) != getattr(default, f.name))
+                     if f.name not in (*SHAPE, "dropout", "scaled_init") and getattr(shape, f.name) != getattr(default, f.name))
 
 
 def llama_classes():

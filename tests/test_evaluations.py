@@ -507,8 +507,8 @@ def test_export_refuses_other_systems_with_the_option(runs, tmp_path, capsys, mo
         with pytest.raises(UserError, match=problem):
             call(export, *words, capsys=capsys, monkeypatch=monkeypatch)
     for name, options in {"neutreno": {"neutreno": 0.4}, "denseformer": {"denseformer": True}, "cla": {"cla": 2},
-                          "no_first_skip": {"no_first_skip": True}, "dropout": {}}.items():
-        assert (name in export.not_vanilla(GPTConfig(**TINY, dropout=0.1, **options))) == bool(options)
+                          "no_first_skip": {"no_first_skip": True}, "qk_norm": {"qk_norm": True}, "dropout": {}}.items():
+        assert (name in export.not_vanilla(GPTConfig(**TINY, dropout=0.1, scaled_init=True, **options))) == bool(options)
 
 
 @pytest.mark.parametrize("module", ["kv_cache", "evaluate", "zeroshot", "export"])

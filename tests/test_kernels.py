@@ -30,11 +30,18 @@ def plain_turn(source, to, cos, sin, sign):
     to.copy_(model.rotate(source, (cos, sin * sign)) if sign else source)
 
 
+def plain_swiglu_grad(y, grad, to):
+    gate, up = y.chunk(2, dim=-1)
+    to[:, :gate.size(1)] = torch.ops.aten.silu_backward(grad * up, gate)
+    to[:, gate.size(1):] = grad * F.silu(gate)
+
+
 @pytest.fixture(autouse=True)
 def stand_ins(monkeypatch):
     if not (CUDA or os.environ.get("TRITON_INTERPRET")):
         monkeypatch.setattr(kernels, "loss_and_grads", plain_loss)
         monkeypatch.setattr(kernels, "turn", plain_turn)
+        monkeypatch.setattr(kernels, "swiglu_grad", plain_swiglu_grad)
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     yield
@@ -91,6 +98,22 @@ def test_split_heads_equals_the_plain_one(heads, head_dim, compiled):
         sum((p.contiguous() * (i + 1) * torch.linspace(0, 1, p.numel(), device=DEVICE).view(p.shape)).sum()
             for i, p in enumerate(parts.values())).backward()
         found.append([*parts.values(), one.grad])
+    near(found[1], found[0], 1e-6)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("width", [4, 56, 2100])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_swiglu_equals_the_plain_one(width, compiled):
+    """Widths that are no power of two, one wider than a block; a gradient and an input that are not contiguous."""
+    g, found = torch.Generator().manual_seed(0), []
+    y, grad = (torch.randn(width * n, 3, 2, generator=g).to(DEVICE) * 4 for n in (2, 1))
+    for f in (model.swiglu, kernels.SwiGLU.apply):
+        f = torch.compile(f, fullgraph=True, backend="aot_eager") if compiled else f
+        one = y.clone().permute(2, 1, 0).requires_grad_()
+        out = f(one)
+        out.backward(grad.permute(2, 1, 0))
+        found.append([out.detach(), one.grad])
     near(found[1], found[0], 1e-6)
     torch._dynamo.reset()
 

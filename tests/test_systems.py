@@ -68,6 +68,11 @@ CONSTANT = dict(RES, value_mix="constant")
 LEARN = dict(RES, value_mix="learnable")
 PLUS = dict(RES, value_mix="plus")
 
+def normed(n, projections):  # every head of 8 has mean square 1
+    heads = projections[n].unflatten(1, (-1, 8))
+    return (heads / (heads.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()).flatten(1)
+
+
 SYSTEMS = {  # options, parameters beyond vanilla's (of d and d_kv = n_kv_head * head_dim), the rule
     "constant": (CONSTANT, 0, mix(lambda w, n, v: 2 * v[1] + v[n])),
     "learnable": (LEARN, lambda d, kv: 2 * (L - 1), mix(
@@ -105,6 +110,7 @@ SYSTEMS = {  # options, parameters beyond vanilla's (of d and d_kv = n_kv_head *
     "shared_key": (dict(shared_key=True), lambda d, kv: -(L - 1) * d * kv, shares(k=lambda n: 1)),
     "identity_mapping": (dict(identity_mapping=True), 0, lambda w: dict(  # Eq 6
         bypass=lambda n, v: mean([v[i] for i in range(1, n)]))),
+    "qk_norm": (dict(qk_norm=True), 0, lambda w: dict(query=normed, key=normed)),
     "cross_layer": (dict(cross_layer=True), 0, lambda w: dict(cross=lambda n: 1)),  # Eq 2, m = 1
     "cross_previous": (dict(cross_layer=True, value_source="previous"), 0, lambda w: dict(cross=lambda n: n - 1)),
 }
@@ -336,7 +342,7 @@ def test_v1_is_not_detached(system):
                              "cross_previous"),
              "v": not (system.startswith("source_2") or system in (
                  "query_residual", "key_residual", "hidden_residual", "attention_residual", "shared_query", "shared_key",
-                 "share_k", "denseformer", "no_first_skip"))}
+                 "share_k", "denseformer", "no_first_skip", "qk_norm"))}
     if system == "attention_residual":  # the first layer's map is read, hence its q and k
         reads.update(q=True, k=True)
     for t, part in zip("qkv", g.split(D)):
@@ -964,7 +970,7 @@ SINGLE = {  # one switch each
     "sparse": dict(RES, value_layers="3-4"), "svformer": SV, "anchors": dict(SV, value_anchors="1,3"), "cla": dict(cla=2),
     "share_k": dict(share_k_every=2), "share_v": dict(share_v_every=2), "neutreno": dict(neutreno=0.4),
     **{n: {n: True} for n in ("denseformer", "query_residual", "key_residual", "hidden_residual", "attention_residual",
-                              "shared_query", "shared_key", "identity_mapping", "cross_layer", "no_first_skip")},
+                              "shared_query", "shared_key", "identity_mapping", "cross_layer", "no_first_skip", "qk_norm")},
 }
 VALUES = {"resformer", "constant", "learnable", "plus", "dense", "sparse"}
 
@@ -1123,3 +1129,12 @@ def test_dropout_acts_on_explicit_attention():
     attn = m.transformer.h[0].attn
     q, k, v = torch.randn(3, 1, 4, 6, 8)
     assert not torch.equal(attn.attend(q, k, v, None)[0], attn.attend(q, k, v, None)[0])
+
+
+@pytest.mark.parametrize("options", [{}, RES, SV], ids=str)
+def test_scaled_init_shrinks_the_output_projections_alone(options):
+    plain, scaled = ({n: p.detach() for n, p in GPT(config(None, n_layer=L, scaled_init=on, **options)).named_parameters()}
+                     for on in (False, True))
+    for name, p in plain.items():
+        factor = math.sqrt(2 * L) if name.endswith("c_proj.weight") else 1
+        close(scaled[name] * factor, p, 1e-7)
