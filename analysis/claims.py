@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from analysis import scaling
-from analysis.records import PAPER, PAPER_PARAMETERS, PAPER_SAVING, billions, described, difference, reached
+from analysis.records import PAPER, PAPER_PARAMETERS, PAPER_SAVING, billions, described, difference, reached, spread
 
 HOLDS, PARTLY, NOT_SEEN, NOT_TESTABLE = "holds", "holds partly", "not seen", "not testable at this budget"
 
@@ -54,7 +54,10 @@ def below(*pairs, pool=lambda records: records):
             return "no runs", NOT_TESTABLE
         found = {f"{a} - {b}": of.difference(a, b, of.tokens) for a, b in pairs}
         plain = len(pairs) == 1 and pairs[0][1] == "vanilla"  # the claim names it
-        cells = [f"{name}: " * (not plain) + described(d, of.tokens) for name, d in found.items() if d]
+        known = {name: d for name, d in found.items() if d}
+        alike = len({len(d["seeds"]) for d in known.values()}) == 1  # then budget and seeds are said once, at the last
+        cells = [f"{name}: " * (not plain) + (spread(d) if alike and name != list(known)[-1] else described(d, of.tokens))
+                 for name, d in known.items()]
         cells += ["no paired runs of " + ", ".join(name for name, d in found.items() if not d)] * (None in found.values())
         return "; ".join(cells), together([verdict(d, -1) for d in found.values()])
     return check
