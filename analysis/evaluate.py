@@ -81,10 +81,12 @@ def parse_weights(config, data):
         return {s: c["train"]["tokens"] for s, c in data.meta.get("sources", {}).items()}
     try:
         weights = {n.strip().removeprefix("RedPajama"): float(w) for n, w in (p.split(":") for p in config.weights.split(","))}
-        if not all(0 <= w < math.inf for w in weights.values()) or not sum(weights.values()):
+        twice = len(weights) < config.weights.count(",") + 1
+        if twice or not all(0 <= w < math.inf for w in weights.values()) or not sum(weights.values()):
             raise ValueError
     except ValueError:
-        raise UserError(f"--weights={config.weights}: expected source:weight,source:weight, as CommonCrawl:50,C4:20") from None
+        raise UserError(f"--weights={config.weights}: expected source:weight,source:weight, each source once, as "
+                        "CommonCrawl:50,C4:20") from None
     if unknown := [s for s in weights if s not in data.val or s == "val"]:
         raise UserError(f"--weights: {data.path} has no source {', '.join(unknown)}, only "
                         f"{', '.join(s for s in data.val if s != 'val') or 'val'}")

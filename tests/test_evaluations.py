@@ -221,7 +221,8 @@ def test_evaluate_names_what_it_leaves_out_and_what_is_wrong(runs, trained, tmp_
     assert "/b/ckpt.pt: no such checkpoint" in said.err and len(content(folder / "a/evaluate.json")["runs"]) == 1
     for words, problem in [
         ([folder / "b"], "no such checkpoint"), (["--weights=Foo:1"], "no source Foo, only C4, Book"),
-        (["--weights=C4"], "source:weight"), (["--weights=C4:0"], "source:weight"), (["--bin=X"], "has val, C4, Book"),
+        (["--weights=C4"], "source:weight"), (["--weights=C4:0"], "source:weight"),
+        (["--weights=C4:1,RedPajamaC4:2"], "each source once"), (["--bin=X"], "has val, C4, Book"),
         (["--stride=33"], "at least 0 and below 33"), (["--stride=4", "--sequences=3"], "leave --sequences out"),
         (["--sequences=-1"], "at least 0"), (["--data=nowhere"], "no such folder"),
     ]:
