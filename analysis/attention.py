@@ -58,11 +58,15 @@ def arguments(Config, argv, why_not=lambda config, shape: ""):
 def subjects(config, runs):
     """
     Yields a Subject for each run (and for its random weights and for --hf, where config asks for them), one at a time.
-    A run whose checkpoint is not its config's is left out. Raises UserError when nothing is left.
+    A run whose checkpoint is not its config's, or whose data lack the windows, is left out. Raises UserError when nothing is
+    left.
     """
-    found = bool(getattr(config, "hf", ""))
-    for run in runs:
+    def data_of(run):
         data = common.open_data(config, run)
+        common.pick(config, data)
+        return data
+    found = bool(getattr(config, "hf", ""))
+    for run, data in common.usable(runs, data_of, "none of these runs has data to measure on: give some with --data"):
         for random in (False, True) if getattr(config, "random", False) else (False,):
             try:
                 model = run.model(config.device, random)

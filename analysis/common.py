@@ -9,6 +9,7 @@ A run that an analysis can't use is named with the reason and left out; the othe
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import re
 import sys
@@ -47,6 +48,26 @@ def shape_of(config):
     return GPTConfig(**{f.name: config[f.name] for f in dataclasses.fields(GPTConfig) if f.name in config})
 
 
+def check_line(line, shape):
+    """Raises some error where a line of log.jsonl has values that train.py does not write for a model of that shape."""
+    losses = [line["loss"]] if "loss" in line else [line["val_loss"], line["val_mean"], *line["val"].values()]
+    weights = [w for row in line.get("value_mix", {}).values() for w in row.values()] + (line.get("alpha") or [])
+    for x in losses + weights:
+        if x is not None and not (type(x) in (int, float) and math.isfinite(x)):
+            raise ValueError(f"a loss or weight, {x!r}, is no number")
+    for n, row in line.get("value_mix", {}).items():
+        if None in row.values() or set(map(int, row)) != {*shape.sources("v", int(n)), int(n)}:
+            raise ValueError(f"the mixing weights of layer {n} are not its model's")
+    if "alpha" in line and (None in line["alpha"] or len(line["alpha"]) != shape.n_layer * (shape.n_layer + 3) // 2):
+        raise ValueError(f"alpha has {len(line['alpha'])} weights, not one for each block and its inputs")
+
+
+def needed(run, **kinds):
+    """Raises UserError where config.json lacks one of these names, or has it of another type: learning_rate=float."""
+    if wrong := [k for k, kind in kinds.items() if type(run.config.get(k)) is not kind]:
+        raise UserError(f"{run.name}: config.json has no usable {', '.join(wrong)}")
+
+
 class Run:
     """
     A run's folder. name: as tables show it; system: name without its seed; config: config.json's content;
@@ -69,9 +90,12 @@ class Run:
             # an imported model was not trained here, and has no data, baseline or batch
             config = {"comparable": {}, "baseline": "", "data": "", "out_dir": self.path, "rel_window": 1,
                       "tokens_per_iter": 0, "max_iters": 0, **config}
-            missing = sorted({"n_layer", "tokenizer", "vocab_size", "block_size", "seed"} - set(config))
-            if missing:
+            if missing := sorted({"n_layer", "tokenizer", "vocab_size", "block_size", "seed"} - set(config)):
                 raise ValueError(f"it has no {', '.join(missing)}")
+            for kind, names in {int: "seed rel_window tokens_per_iter max_iters", dict: "comparable",
+                                str: "tokenizer baseline data out_dir"}.items():
+                if wrong := [f"{k}={config[k]!r}" for k in names.split() if type(config[k]) is not kind]:
+                    raise ValueError(f"{', '.join(wrong)}: expected {kind.__name__}")
             shape_of(config).check()
         except (OSError, ValueError, TypeError) as e:
             raise UserError(f"{file}: not written by train.py, or damaged ({e})") from None
@@ -87,6 +111,12 @@ class Run:
             raise UserError(f"{self.path}/log.jsonl: missing; expected train.py's record beside config.json: restore it, or "
                             "leave this run out")
         steps, evals = train.read_log(self.path)
+        for line in (*steps.values(), *evals.values()):
+            try:
+                check_line(line, self.shape)
+            except (TypeError, ValueError, KeyError, AttributeError) as e:
+                raise UserError(f"{self.path}/log.jsonl: damaged at iteration {line['iter']} ({e}); restore it, or leave this "
+                                "run out") from None
         with open(os.path.join(self.path, "log.jsonl"), "rb") as f:
             text = f.read()
         if text and not text.endswith(b"\n"):
@@ -161,12 +191,20 @@ def logged(runs):
 
 
 def trained(runs, why_not=lambda shape: ""):
-    """The runs whose ckpt.pt can be read (mapped, so that it costs little), and for whose shape why_not gives no reason."""
-    def check(run):
-        if reason := why_not(run.shape):
-            raise UserError(f"{run.name}: {reason}")
-        run.checkpoint()
-    return [run for run, _ in usable(runs, check, "none of these runs can be used: train first, or give other folders")]
+    """
+    The runs whose ckpt.pt can be read (mapped, so that it costs little), and for whose shape why_not gives no reason. Where it
+    gives one for all of them, there is nothing to do: leaves with exit code 0. Raises UserError when none can be read.
+    """
+    none, fit = "none of these runs can be used: train first, or give other folders", []
+    for run, reason in usable(runs, lambda run: why_not(run.shape), none):
+        if reason:
+            skip(run, reason)
+        else:
+            fit.append(run)
+    if runs and not fit:
+        print("nothing to show")
+        sys.exit(0)
+    return [run for run, _ in usable(fit, Run.checkpoint, none)]
 
 
 def partner(run, runs):
@@ -178,6 +216,24 @@ def partner(run, runs):
 def common_folder(paths):
     """The folder that all of these run folders lie in; of a single one, itself."""
     return os.path.relpath(os.path.commonpath([os.path.abspath(p) for p in paths]))
+
+
+def check_writable(folder):
+    """Raises UserError where nothing could be written to folder: now, not after hours of measuring. Leaves no trace."""
+    new, path = [], os.path.abspath(folder)
+    while not os.path.exists(path):
+        new.append(path)
+        path = os.path.dirname(path)
+    try:
+        os.makedirs(folder, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(13, "permission denied")
+    except OSError as e:
+        raise UserError(f"--out_dir={folder}: nothing can be written there ({e.strerror}); give another folder") from None
+    finally:
+        for path in new:
+            with contextlib.suppress(OSError):
+                os.rmdir(path)
 
 
 def arguments(Config, argv, needs_runs=True, why_not=lambda config, shape: ""):
@@ -192,6 +248,8 @@ def arguments(Config, argv, needs_runs=True, why_not=lambda config, shape: ""):
     runs = find_runs(paths)
     if config.out_dir and os.path.exists(config.out_dir) and not os.path.isdir(config.out_dir):
         raise UserError(f"--out_dir={config.out_dir}: is a file; give a folder, which is made if it is missing")
+    if config.out_dir:
+        check_writable(config.out_dir)
     if isinstance(config, ModelOptions):
         at_least(config, config.fewest_sequences, "sequences")
         at_least(config, 1, "batch_size")
@@ -205,17 +263,23 @@ def arguments(Config, argv, needs_runs=True, why_not=lambda config, shape: ""):
     return config, runs
 
 
-def windows(config, data, desc=""):
-    """
-    Batches of token ids (B, length) on the device, from windows spread evenly over a validation bin, with a progress bar.
-    Raises UserError when the bin is unknown or shorter than one window.
-    """
+def pick(config, data):
+    """(bin, indices of its windows) of config. Raises UserError when the bin is unknown or shorter than one window."""
     if config.bin not in data.val:
         raise UserError(f"--bin={config.bin}: {data.path} has {', '.join(data.val)}")
     bin_ = data.val[config.bin]
     picked = prepare.spread(bin_.windows(config.length), config.sequences)
     if not len(picked):
         raise UserError(f"{bin_.path}: {bin_.tokens} tokens are no window of {config.length} + 1; lower --length")
+    return bin_, picked
+
+
+def windows(config, data, desc=""):
+    """
+    Batches of token ids (B, length) on the device, from windows spread evenly over a validation bin, with a progress bar.
+    Raises UserError as pick does.
+    """
+    bin_, picked = pick(config, data)
     for i in tqdm(range(0, len(picked), config.batch_size), desc=desc, leave=False, disable=None):
         yield torch.from_numpy(bin_.read(picked[i:i + config.batch_size], config.length)[:, :-1]).to(config.device)
 

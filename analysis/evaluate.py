@@ -153,6 +153,8 @@ def picture(path, runs, results):
                            zero=True))
     plot.draw(path, panels, "Validation loss by source",
               "Lower is better; compare systems on the same source, not sources with each other." + (
+                  "\nThe runs have several tokenizers: only bits per byte, in the table, compare those."
+                  if len({run.config["tokenizer"] for run in runs}) > 1 else "") + (
                   f"\nRight: below zero, a system is ahead of {first.system} on that source; a point per seed."
                   if len(differences) > 1 else ""))
 

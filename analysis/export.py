@@ -196,7 +196,7 @@ def main():
         print(f"wrote {config.out_dir}/ckpt.pt; its logits differ from the Llama's by {worst:.1e} of the largest at most")
         return
     runs = common.trained(runs)
-    single = len(runs) == 1
+    single, some = len(runs) == 1, False
     for run in runs:
         reason = not_vanilla(run.shape)
         reason = reason and f"Llama has no counterpart of {reason}; only vanilla (with or without GQA) can be exported"
@@ -210,8 +210,10 @@ def main():
         if any(os.path.exists(os.path.join(folder, name)) for name in ("ckpt.pt", "log.jsonl")):
             raise UserError(f"--out_dir={config.out_dir}: {folder} holds a run, whose config.json this would replace; give "
                             "another folder")
-        worst = export(run, folder)
+        worst, some = export(run, folder), True
         print(f"wrote {folder}; its logits differ from the run's by {worst:.1e} of the largest at most")
+    if not some:
+        raise UserError("none of these runs is vanilla: nothing was exported")
 
 
 if __name__ == "__main__":

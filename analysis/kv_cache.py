@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from tqdm import tqdm
 
 import train
 from analysis import common, plot
@@ -87,11 +88,12 @@ def row(shape, config):
 
 def main():
     config, runs = common.arguments(Config, sys.argv[1:], needs_runs=False)
-    if config.memory_gb <= 0 or config.length < 0:
-        raise UserError(f"--memory_gb={config.memory_gb}, --length={config.length}: expected more than 0 GB, and at least 0")
+    if not 0 < config.memory_gb < 1e9 or config.length < 0:
+        raise UserError(f"--memory_gb={config.memory_gb}, --length={config.length}: expected more than 0 and less than 1e9 GB, "
+                        "and at least 0 tokens")
     config.device = train.checked_device(config)
     found = runs or systems()
-    rows = {s.name: row(s.shape, config) for s in found}
+    rows = {s.name: row(s.shape, config) for s in tqdm(found, desc="systems", leave=False, disable=None)}
     longest = max(r["longest_context"] for r in rows.values())
     drawn, lengths = {}, [2 ** i for i in range(9, max(12, longest.bit_length()) + 1)]
     for name, r in rows.items():

@@ -100,7 +100,7 @@ def main():
         print("no run with learned weights: nothing to show")
         return
     panels = [dict(series=series, x="layer n", y=y, title="at the last evaluation", marks=True, whole=True) for series, y in (
-        (layers_of["lambda1"], "λ1: weight of V_1 (DenseFormer: of X_0)"), (layers_of["lambda2"], "λ2: weight of the own V_n"),
+        (layers_of["lambda1"], "λ1: of earlier V (DenseFormer: X_0)"), (layers_of["lambda2"], "λ2: weight of the own V_n"),
         (layers_of["ratio"], "λ1 / λ2")) if series]
     panels += [dict(series=series, x="iteration", title=f"{label}, seed {seed}", y={
         "dense": "weight of V_1", "denseformer": "weight of X_0, the embedding"}.get(kind, "λ1 / λ2"))

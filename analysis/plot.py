@@ -33,6 +33,10 @@ def draw(path, panels, title="", caption=""):
     width = 8 if len(panels) == 1 else 4.8 * columns
     figure = Figure(figsize=(width, 5 if rows == 1 else 8), dpi=120, layout="constrained")
     lines = [0] * rows  # of the longest legend below the axes, in each row of panels
+    order = {}  # name: its number, by which it has one colour in all panels; other names start again
+    for panel in panels:
+        after = len(order) if order.keys() & panel["series"].keys() else 0
+        order |= {name: after + i for i, name in enumerate(n for n in panel["series"] if n not in order)}
     places = figure.subplots(rows, columns, squeeze=False).flat
     for axes in list(places)[len(panels):]:
         axes.remove()
@@ -40,7 +44,8 @@ def draw(path, panels, title="", caption=""):
         if panel.get("zero"):
             axes.axhline(0, color="0.5", linewidth=1)
         names = list(panel["series"])
-        for i, name in enumerate(names):
+        for name in names:
+            i = order[name]
             look = dict(color=f"C{i % 10}", linestyle=("-", "--", ":", "-.")[i // 10 % 4], linewidth=1.2)
             marker = "osD^"[i // 10 % 4] if panel.get("marks") or panel.get("apart") else None
             at = panel.get("at", {}).get(name)

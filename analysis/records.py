@@ -35,19 +35,8 @@ class Point:
 
 def checked(run):
     """The run's log. Raises UserError when it or config.json lacks a number that the report needs."""
-    whole = ("n_params", "n_params_non_embedding", "kv_bytes_per_token", "tokens_per_iter", "max_iters", "lr_decay_iters",
-             "seed", "rel_window", "eval_iters")
-    missing = [k for k in whole if type(run.config.get(k)) is not int] + [
-        k for k, kind in (("decay_lr", bool), ("learning_rate", float), ("comparable", dict))
-        if not isinstance(run.config.get(k), kind)]
-    if missing:
-        raise UserError(f"config.json has no usable {', '.join(missing)}")
-    steps, evals = log = run.log
-    for line in (*steps.values(), *evals.values()):
-        values = [line["loss"]] if "loss" in line else [line["val_loss"], line["val_mean"], *dict(line["val"]).values()]
-        if any(x is not None and not (type(x) in (int, float) and math.isfinite(x)) for x in values):
-            raise UserError(f"log.jsonl: a loss at iteration {line['iter']} is no number")
-    return log
+    common.needed(run, kv_bytes_per_token=int, eval_iters=int, **scaling.NEEDED)
+    return run.log
 
 
 class Pool:

@@ -208,10 +208,15 @@ def system_name(run, names):
     return " ".join(own) or "vanilla"
 
 
+NEEDED = dict(n_params=int, n_params_non_embedding=int, lr_decay_iters=int, decay_lr=bool, learning_rate=float)
+
+
 def usable(config, runs):
     """[(run, system, loss)] of the runs that count; says which do not, and why."""
     names, found, seen = [n.strip() for n in config.systems.split(",") if n.strip()], [], {}
-    runs, same = common.logged(runs), ("data", "block_size", "learning_rate", "eval_iters x batch_size")
+    runs = [run for run, _ in common.usable(common.logged(runs), lambda run: common.needed(run, **NEEDED),
+                                            "none of these runs has a whole config.json: give others")]
+    same = ("data", "block_size", "learning_rate", "eval_iters x batch_size")
     settings = [tuple({**r.config, **{k: r.config["comparable"].get(k) for k in (same[0], same[3])}}[k] for k in same)
                 for r in runs]
     usual = max(settings, key=settings.count)
@@ -275,7 +280,9 @@ def from_runs(config, runs):
     first = config.systems.split(",")[0].strip()
     baseline = config.baseline or ("vanilla" if "vanilla" in systems or not config.systems else first)
     if found and baseline not in systems:
-        raise UserError(f"--baseline={baseline}: no usable run of that system; there are {', '.join(systems)}")
+        raise UserError((f"--baseline={baseline}: no usable run of that system" if config.baseline else
+                         f"no usable run of {baseline} to compare with: give one too, or name another system with --baseline")
+                        + f"; there are {', '.join(systems)}")
     groups = {}  # {(axis, what is fixed): {system: {x: {seed: loss}}}}
     for run, system, loss in found:
         c, s = run.config, run.shape
@@ -320,6 +327,7 @@ def panel(form, system, baseline, axis, fixed, result):
     for name, p in zip((baseline, system), result["points"]):
         x, y = np.array(p["x"]), np.array(p["loss"])
         one["points"][name] = x, y
+        one["title"] = fixed if len(x) >= FORMS[form][1] else f"{fixed}: too few points for a line"
         if len(x) >= FORMS[form][1]:
             xs = np.geomspace(x[0], x[-1], 60)
             one["series"][name] = [(xs, FORMS[form][0](x, y)[0](xs))]

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from analysis import attention, common, plot
-from configurator import at_least, command
+from configurator import UserError, at_least, command
 
 
 @dataclass
@@ -68,8 +68,10 @@ def measure(subject):
 
 
 def main():
-    config, runs = attention.arguments(Config, sys.argv[1:], lambda config, shape: "" if config.layer <= shape.n_layer else
-                                       f"it has {shape.n_layer} layers, and --layer={config.layer}")
+    def enough_layers(config, shape):
+        if config.layer > shape.n_layer:
+            raise UserError(f"it has {shape.n_layer} layers, and --layer={config.layer}; lower it")
+    config, runs = attention.arguments(Config, sys.argv[1:], enough_layers)
     at_least(config, 1, "layer")
     results, rows = {}, []
     for subject in attention.subjects(config, runs):

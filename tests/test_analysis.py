@@ -5,7 +5,18 @@ import shutil
 import pytest
 from matplotlib.figure import Figure
 
-from analysis import common, concentration, evaluate, kv_cache, lambdas, plot, relative_loss, scaling
+from analysis import (
+    common,
+    concentration,
+    evaluate,
+    kv_cache,
+    lambdas,
+    plot,
+    relative_loss,
+    scaling,
+    similarity,
+    spectrum,
+)
 from configurator import UserError, command
 
 
@@ -135,6 +146,102 @@ def test_a_damaged_run_is_named_and_the_others_go_on(trained, tmp_path, monkeypa
     damage(runs / "learnable/seed1")
     code, err = run_on(runs / "learnable")
     assert code == 2 and err.count("left out: ") == 2 and err.splitlines()[-1].startswith("error: none of these ")
+
+
+def change(path, line, key, value):
+    """Put value at key (outer.inner) of a JSON file, or of the last line of log.jsonl that has it."""
+    texts = path.read_text().splitlines() if line else [path.read_text()]
+    outer, _, inner = key.partition(".")
+    at = max(i for i, text in enumerate(texts) if outer in json.loads(text))
+    content = json.loads(texts[at])
+    (content[outer] if inner else content)[inner or outer] = value
+    texts[at] = json.dumps(content)
+    path.write_text("\n".join(texts) + "\n")
+
+
+@pytest.mark.parametrize("file, key, value", [
+    *(("config.json", key, value) for key, value in (
+        ("rel_window", "x"), ("tokens_per_iter", "x"), ("max_iters", "x"), ("comparable", 7), ("baseline", 7), ("out_dir", 7),
+        ("data", 7), ("seed", [1]), ("tokenizer", 7))),
+    *(("log.jsonl", key, value) for key, value in (
+        ("loss", "x"), ("loss", float("nan")), ("val_loss", "x"), ("val_mean", float("inf")), ("val", [1]), ("val.C4", "x"),
+        ("value_mix", 7), ("value_mix", [1]), ("value_mix", {"2": {}}), ("value_mix.3", {"1": None, "3": None}),
+        ("value_mix.2", {"1": 0.5}), ("value_mix", {"a": {"1": 0.5}}), ("alpha", 7), ("alpha", [0.1] * 5),
+        ("alpha", "x")))], ids=str)
+def test_a_value_that_train_does_not_write_is_damage(trained, tmp_path, monkeypatch, capsys, file, key, value):
+    """In any file, of any type: one line that names the file, exit code 2, nothing written."""
+    run = shutil.copytree(trained / "runs/learnable/seed1", tmp_path / "run")
+    if key == "alpha":
+        for name, more in (("config.json", ("denseformer", True)), ("log.jsonl", None)):
+            texts = (run / name).read_text().splitlines() if more is None else [(run / name).read_text()]
+            found = [json.loads(text) for text in texts]
+            for x in found:
+                if more or "val" in x:
+                    x[more[0] if more else "alpha"] = more[1] if more else [0.1] * 14
+            (run / name).write_text("\n".join(map(json.dumps, found)) + "\n")
+    change(run / file, file == "log.jsonl", key, value)
+    for module in LOGS if file == "log.jsonl" else [*LOGS, *CHECKPOINTS]:
+        monkeypatch.setattr("sys.argv", [module.__name__, str(run), f"--out_dir={tmp_path}/out"])
+        with pytest.raises(SystemExit) as end:
+            command(module.main)
+        err = capsys.readouterr().err
+        assert end.value.code == 2 and file in err and err.count("\n") == 1 and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("key", ["learning_rate", "lr_decay_iters", "n_params", "n_params_non_embedding", "decay_lr"])
+def test_scaling_names_what_a_config_lacks(trained, tmp_path, monkeypatch, capsys, key):
+    runs = shutil.copytree(trained / "runs/vanilla", tmp_path / "runs")
+    change(runs / "seed1/config.json", False, key, None)
+    monkeypatch.setattr("sys.argv", ["scaling", str(runs), f"--out_dir={tmp_path}"])
+    command(scaling.main)
+    assert f"seed1: left out: config.json has no usable {key}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("module, options", [(lambdas, []), (concentration, ["--sequences=1", "--device=cpu"])])
+def test_an_out_dir_that_cannot_be_written_is_refused_before_the_work(trained, tmp_path, monkeypatch, capsys, module, options):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr("sys.argv", ["x", str(trained / "runs/learnable"), f"--out_dir={tmp_path}/file/out", *options])
+    monkeypatch.setattr(common, "write", lambda *args: pytest.fail("measured first"))
+    with pytest.raises(SystemExit) as end:
+        command(module.main)
+    assert end.value.code == 2 and f"--out_dir={tmp_path}/file/out" in capsys.readouterr().err
+    common.check_writable(str(tmp_path / "a/b"))
+    assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize("module", [concentration, similarity, spectrum])
+@pytest.mark.parametrize("fault", ["no data", "another tokenizer", "no such bin"])
+def test_a_run_whose_data_cannot_be_used_is_left_out(trained, tmp_path, monkeypatch, capsys, module, fault):
+    runs = tmp_path / "runs"
+    for name in ("vanilla/seed1", "resformer/seed1"):
+        shutil.copytree(trained / "runs" / name, runs / name)
+    options = ["--sequences=1", "--device=cpu", f"--out_dir={tmp_path}"]
+    if fault == "no such bin":
+        bins = shutil.copytree(trained / "bins", tmp_path / "bins")
+        (bins / "val_Book.bin").unlink()
+        meta = json.loads((bins / "meta.json").read_text())
+        del meta["bins"]["val_Book"], meta["sources"]["Book"]
+        (bins / "meta.json").write_text(json.dumps(meta))
+        options += ["--bin=Book"]
+    change(runs / "vanilla/seed1/config.json", False, "tokenizer" if fault == "another tokenizer" else "data",
+           {"no data": "nowhere", "another tokenizer": "gpt2", "no such bin": str(tmp_path / "bins")}[fault])
+    monkeypatch.setattr("sys.argv", ["x", str(runs), *options])
+    command(module.main)
+    assert "vanilla/seed1: left out: " in capsys.readouterr().err
+    found = json.loads((tmp_path / f"{module.__name__.split('.')[1]}.json").read_text())["models"]
+    assert {name.split(" ")[0] for name in found} == {"resformer/seed1"}
+
+
+def test_a_name_has_one_colour_in_all_panels(tmp_path, monkeypatch):
+    line = [([0, 1], [0, 1])]
+    panels = drawn(tmp_path, monkeypatch, *[dict(series=dict.fromkeys(names, line)) for names in (
+        ["a", "b", "c"], ["a", "c"], ["c", "d"], ["layer 1", "layer 2"], ["layer 2"])])
+    looks = [{x.get_label(): (x.get_color(), x.get_linestyle()) for x in axes.lines} for axes in panels]
+    for names in looks:
+        assert len(set(names.values())) == len(names)
+        for other in looks:
+            assert all(other.get(name, look) == look for name, look in names.items())
+    assert looks[3]["layer 1"] == looks[0]["a"]  # other names start again
 
 
 def test_a_damaged_summary_costs_the_order_only(trained, tmp_path):

@@ -363,6 +363,18 @@ def test_similarity_command(trained, run_command, tmp_path):
     assert all(r["layers"] == [1, 2, 3, 4] for r in keys.values()) and list(keys) == NAMES
 
 
+def raw_values(run):
+    """{layer: V_n (windows, T, C)} before mixing, over the windows that FAST measures, from the weights themselves."""
+    config, runs = common.arguments(spectrum.Config, [str(run), *FAST])
+    model, found = runs[0].model(), {}
+    ids = torch.cat(list(common.windows(config, common.open_data(config, runs[0]))))
+    for n, block in enumerate(model.transformer.h, 1):
+        block.attn.register_forward_pre_hook(lambda module, args, n=n: found.update({n: (module, args[0])}))
+    with torch.no_grad():
+        model(ids)
+        return {n: x @ module.c_attn.weight[-x.size(-1):].T for n, (module, x) in found.items()}
+
+
 def test_spectrum_command(trained, run_command, tmp_path):
     models, out, err = run_on(trained, run_command, tmp_path, "spectrum", "--layer=2")
     assert [m for m in models if m.endswith("mixed")] == [
@@ -372,6 +384,9 @@ def test_spectrum_command(trained, run_command, tmp_path):
     assert len(models["gqa/seed1"]["spectrum"]["eigenvalues"]) == 16
     assert len(models["vanilla/seed1"]["spectrum"]["normalised"]) == 32
     assert [x["layer"] for x in models["resformer/seed1 mixed"]["layers"]] == [2, 3, 4]
+    raw = raw_values(trained / "runs/resformer/seed1")
+    for n, x in enumerate(models["resformer/seed1"]["layers"], 1):
+        assert x["sum"] == pytest.approx(float(raw[n].square().sum(-1).mean()), rel=1e-3)  # Σ λ = mean |v|²
     for result in models.values():
         assert sum(result["spectrum"]["normalised"]) == pytest.approx(1, abs=1e-4)
         assert sum(result["spectrum"]["eigenvalues"]) == pytest.approx(
@@ -387,7 +402,7 @@ def test_mapping_command_leaves_out_what_mixes_or_shares_values(trained, run_com
     assert err.count("left out") == 6 and "svformer/seed2: left out: " in err and "shared_value=True" in err
     assert all(r["layers"] == [2, 3, 4] for r in models.values())
     code, out, err = run_command("mapping", trained / "runs/svformer", *FAST, f"--out_dir={tmp_path}/none")
-    assert code == 2 and "left out" in err and not (tmp_path / "none").exists()
+    assert code == 0 and "left out" in err and "nothing to show" in out and not (tmp_path / "none").exists()
 
 
 def test_a_run_without_a_checkpoint_is_left_out(trained, run_command, tmp_path):

@@ -124,12 +124,22 @@ def test_relative_loss_pairs_seeds(runs, capsys, monkeypatch):
     curve = facts["curves"]["train"]
     np.testing.assert_allclose(curve["iteration"], range(3, 27))
     np.testing.assert_allclose(curve["mean"], means, atol=1e-12)
-    assert all(a <= m <= b for a, m, b in zip(curve["low"], curve["mean"], curve["high"])) and curve["low"] != curve["high"]
+    each = [[np.mean(d[i:i + 7]) for i in range(24)] for d in differences]
+    np.testing.assert_allclose([curve["low"], curve["high"]], [np.min(each, axis=0), np.max(each, axis=0)], atol=1e-12)
+    assert curve["low"] != curve["high"]
     finals = [np.mean(d[-7:]) for d in differences]
     low, high = facts["final"]["train"]["interval_95"]
     assert (high - low) / 2 == pytest.approx(12.706 * abs(finals[0] - finals[1]) / 2)
     point = facts["critical_point"]
     assert point["iteration"] is None or point["tokens"] == pytest.approx(point["iteration"] * 4 * 32)
+
+
+def test_iterations_of_another_schedule_are_not_compared():
+    """One of the two was resumed with another learning rate or batch from iteration 2 on."""
+    base = {i: {"loss": 2.0, "lr": 0.1, "tokens": 10 * i} for i in range(4)}
+    for key in ("lr", "tokens"):
+        lines = {i: {**line, "loss": 1.5, key: line[key] + (1 if i > 1 else 0)} for i, line in base.items()}
+        assert relative_loss.difference(lines, base, lambda line: line["loss"]) == {0: -0.5, 1: -0.5}
 
 
 def test_it_says_which_window_and_how_much_of_a_torn_log_were_used(runs, capsys, monkeypatch):
