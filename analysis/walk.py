@@ -25,7 +25,6 @@ from configurator import REPO, UserError, command, configure
 
 WALK = os.path.join(REPO, "docs", "walk.md")
 LESSON, OUT = "out/quickstart", "out/walk"  # where the text's commands train, and where its analyses write
-PICTURES = {"relative_loss": LESSON}  # train.py's own; the others are in OUT
 
 
 @dataclass
@@ -124,7 +123,7 @@ def main():
         if done.returncode:
             raise UserError(f"{shlex.join(words)}: ended with code {done.returncode}")
     for name in pictures(text):
-        with Image.open(os.path.join(PICTURES.get(name, OUT), name + ".png")) as image:
+        with Image.open(os.path.join(OUT, name + ".png")) as image:
             image.convert("RGB").quantize(64).save(os.path.join("docs", name + ".png"), optimize=True)  # a third of the bytes
     found = tables(LESSON, OUT)
     train.write_json(os.path.join("docs", "walk.json"), dict(
