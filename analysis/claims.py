@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from analysis import scaling
-from analysis.records import PAPER, PAPER_PARAMETERS, PAPER_SAVING, billions, described, difference, reached, spread
+from analysis.records import PAPER, PAPER_PARAMETERS, PAPER_SAVING, billions, bracket, described, difference, reached, spread
 
 HOLDS, PARTLY, NOT_SEEN, NOT_TESTABLE = "holds", "holds partly", "not seen", "not testable at this budget"
 
@@ -102,7 +102,7 @@ def gain_lasts(system):
         if not fit or facts["differences"][0]["mean"] > 0:
             return here, NOT_SEEN
         interval = fit["b_interval_95"]
-        here += f"; falls as D^-{fit['b']:.2f}" + (f" [{interval[0]:.2f}, {interval[1]:.2f}]" if interval else "")
+        here += f"; falls as D^-{fit['b']:.2f}" + bracket(interval, "{:.2f}".format)
         return here, verdict({"mean": fit["b"], "interval_95": interval}, +1)
     return check
 
@@ -113,8 +113,8 @@ def far_away(system):
         far = numbers.get("tokens", {}).get(system, {}).get("at_20B")
         if not far:
             return "nothing to extrapolate from", NOT_TESTABLE
-        return f"{far['mean']:+.4f}" + (f" [{far['low']:+.4f}, {far['high']:+.4f}]" if far["low"] is not None else "") + \
-            " by extrapolation", NOT_TESTABLE
+        ends = (far["low"], far["high"]) if far["low"] is not None else None
+        return f"{far['mean']:+.4f}{bracket(ends, '{:+.4f}'.format)} by extrapolation", NOT_TESTABLE
     return check
 
 
@@ -127,8 +127,8 @@ def saves_data(system):
             return "no saving between budgets", NOT_TESTABLE
         b, n = known[-1], len(numbers["saving"][system]["seeds"])
         low, high = b["interval_95"] or (None, None)
-        interval = f" [{scaling.percent(low)}, {scaling.percent(high)}]" if b["interval_95"] else ""
-        here = scaling.percent(b["saving"]) + interval + f", {billions(b['tokens'])} tokens, {n} seed{'s' * (n > 1)}"
+        here = scaling.percent(b["saving"]) + bracket(b["interval_95"], scaling.percent) + \
+            f", {billions(b['tokens'])} tokens, {n} seed{'s' * (n > 1)}"
         inside = None not in (low, high) and 0 < low <= PAPER_SAVING <= high
         return here, HOLDS if inside else PARTLY if b["saving"] > 0 else NOT_SEEN
     return check
@@ -237,8 +237,8 @@ def saves_parameters(system):
             return "no two sizes", NOT_TESTABLE
         low, high = r["interval_95"] or (None, None)
         tokens = next(iter(records.pools["sizes"].values())).tokens
-        here = scaling.percent(part) + (f" [{scaling.percent(low)}, {scaling.percent(high)}] ({r['interval_from']})"
-                                        if r["interval_95"] else "") + \
+        here = scaling.percent(part) + bracket(r["interval_95"], scaling.percent) + \
+            f" ({r['interval_from']})" * bool(r["interval_95"]) + \
             f", {len(r['points'][1]['x'])} sizes, {billions(tokens)} tokens"
         meets = low is not None and 0 < low <= max(PAPER_PARAMETERS) and high >= min(PAPER_PARAMETERS)
         return here, HOLDS if meets else PARTLY if part > 0 else NOT_SEEN

@@ -118,8 +118,9 @@ class Run:
                 raise UserError(f"{self.path}/log.jsonl: damaged at iteration {line['iter']} ({e}); restore it, or leave this "
                                 "run out") from None
         with open(os.path.join(self.path, "log.jsonl"), "rb") as f:
-            text = f.read()
-        if text and not text.endswith(b"\n"):
+            f.seek(max(0, f.seek(0, os.SEEK_END) - 1))
+            end = f.read()
+        if end not in (b"", b"\n"):
             print(f"{f.name}: its last line is torn, as a killed run leaves it: used up to iteration "
                   f"{max([*steps, *evals], default='none')}", file=sys.stderr, flush=True)
         return steps, evals

@@ -81,6 +81,10 @@ class Pool:
     def difference(self, system, base, tokens, value=lambda line: line["val_mean"]):
         return difference(*({seed: value(p.end) for seed, p in self.at(s, tokens).items()} for s in (system, base)))
 
+    def noise(self):
+        """noise of the differences to vanilla at its budget."""
+        return noise(self.difference(s, "vanilla", self.tokens) for s in self.systems(self.tokens) if s != "vanilla")
+
     def relative(self, system, tokens):
         """(iterations (T,), training loss - vanilla's (seeds, T)), smoothed over rel_window; None without a pair of runs."""
         own, base = self.at(system, tokens), self.at("vanilla", tokens)
@@ -210,10 +214,14 @@ def billions(tokens):
     return f"{tokens / 1e9:.3g}B"
 
 
+def bracket(interval, show):
+    """An interval (low, high), each end as show(end) has it; nothing without one."""
+    return f" [{show(interval[0])}, {show(interval[1])}]" if interval else ""
+
+
 def spread(d, form="+.4f"):
     """A difference with its interval."""
-    return "-" if d is None else f"{d['mean']:{form}}" + (
-        f" [{d['interval_95'][0]:{form}}, {d['interval_95'][1]:{form}}]" if d["interval_95"] else "")
+    return "-" if d is None else number(d["mean"], form) + bracket(d["interval_95"], lambda end: number(end, form))
 
 
 def described(d, tokens, form="+.4f"):

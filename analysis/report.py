@@ -38,6 +38,7 @@ from analysis.records import (
     PAPER_TOKENS,
     Records,
     billions,
+    bracket,
     difference,
     hearing,
     noise,
@@ -124,7 +125,7 @@ def family(records):
             x, y = curve
             curves[system], bands[system] = [(x, y.mean(0))], (x, y.min(0), y.max(0))
     known = {s: f["difference"] for s, f in systems.items() if f["difference"]}
-    sd = noise(known.values())
+    sd = records.noise()
     notes = [f"Losses in nats per token, means over seeds, {billions(tokens)} tokens. Differences: of the mean over sources, "
              "paired by seed, with the 95 % interval of Student's t over pairs where there are two or more. The paper's are at "
              "20B tokens, all but identity's from summaries of its v5.", noise_said(sd),
@@ -178,9 +179,10 @@ def against_tokens(records):
         far = dict(zip(("mean", "low", "high"), law[1](PAPER_TOKENS))) if law else None
         numbers[system] = {"tokens": list(found), "differences": list(found.values()), "fit": law and law[0], "at_20B": far}
         rows += [[system, billions(t), spread(d), len(d["seeds"]), ""] for t, d in found.items()]
-        rows.append([system, "20B, extrapolated", "-: the sign changes" if not far else number(far["mean"], "+.4f") + (
-            f" [{far['low']:+.4f}, {far['high']:+.4f}]" if far["low"] is not None else " (two points: no interval)"), "-",
-            number(PAPER.get(system), "+.3f")])
+        ends = " (two points: no interval)" if far and far["low"] is None else far and bracket(
+            (far["low"], far["high"]), "{:+.4f}".format)
+        rows.append([system, "20B, extrapolated", f"{far['mean']:+.4f}{ends}" if far else "-: the sign changes", "-",
+                     number(PAPER.get(system), "+.3f")])
         points[system], series[system] = (list(found), means), [(list(found), means)]
         if law:
             xs = np.geomspace(min(found), PAPER_TOKENS, 40)
@@ -192,15 +194,14 @@ def against_tokens(records):
             series[f"{system}, paper"], points[f"{system}, paper"] = [([], [])], ([PAPER_TOKENS], [PAPER[system]])
     if not rows:
         return None
-    largest, sd = max(t for f in numbers.values() for t in f["tokens"]), noise(
-        records.difference(s, "vanilla", records.tokens) for s in records.systems(records.tokens) if s != "vanilla")
+    largest = max(t for f in numbers.values() for t in f["tokens"])
     return Section(
         "Difference against tokens", origin("tokens/ and family/", used), numbers,
         ["system", "tokens", "difference [95 %]", "seeds", "paper"], rows,
         [f"The last row of a system is an extrapolation far outside of the data: {PAPER_TOKENS / largest:.0f} times the "
          "largest budget. It is a straight line fitted to ln |difference| against ln tokens, |difference| = a D^-b, every "
          "budget counting alike; its interval is the 95 % prediction interval by Student's t from the residuals, which knows "
-         "nothing of a wrong form.", noise_said(sd)],
+         "nothing of a wrong form.", noise_said(records.noise())],
         [dict(series=series, bands=bands, points=points, x="tokens", y=UNIT, log="x", zero=True,
               title="points: runs; lines: fits, extrapolated to 20B tokens")],
         "Does the gain last? Lines and bands (95 % prediction) beyond the points are extrapolation; a band is left out where "
@@ -210,7 +211,7 @@ def against_tokens(records):
 def data_saving(records):
     """Tokens that a system needs for vanilla's final loss at each budget."""
     numbers, rows, series, used = {}, [], {}, []
-    sd = noise(records.difference(s, "vanilla", records.tokens) for s in records.systems(records.tokens) if s != "vanilla")
+    sd = records.noise()
     for system in records.systems(None):
         budgets = [t for t in records.budgets(system) if records.at("vanilla", t)]
         # the same seeds at every budget: else a curve would bend where another seed begins
@@ -371,8 +372,7 @@ def sizes(records):
         if axis == "tokens":
             continue
         r = found.setdefault(system, {})[axis] = scaling.analyse("line", of_base, own)
-        interval = f" [{scaling.percent(r['interval_95'][0])}, {scaling.percent(r['interval_95'][1])}] ({r['interval_from']})" \
-            if r["interval_95"] else ""
+        interval = bracket(r["interval_95"], scaling.percent) + f" ({r['interval_from']})" * bool(r["interval_95"])
         notes.append(f"{system} saves of {scaling.AXES[axis]}, at {fixed} and {len(own)} sizes: " + ", ".join(
             f"{form} {scaling.percent(x)}" + interval * (form == "line") for form, x in r["forms"].items()) + ".")
         panels.append({**scaling.panel("line", system, base, axis, fixed, r), "title": f"{system}, {fixed}"})
