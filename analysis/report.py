@@ -447,7 +447,7 @@ def lengths(records):
 
 
 def rates(records):
-    """Each system's best over learning rates, against vanilla's best."""
+    """Each system's best over learning rates, and over options that make the baseline stronger, against vanilla's best."""
     if not (pools := records.pools.get("rates")):
         return None
     other = "learning_rate", "min_lr", "seed"
@@ -456,17 +456,26 @@ def rates(records):
     usual = statistics.mode(map(str, settings.values()))
     for arm in [arm for arm in pools if str(settings[arm]) != usual]:
         records.skip(f"rates/{arm}", "compared with no other rate: its data, length, budget or schedule are not those of most")
+    usual = {arm: pool for arm, pool in pools.items() if str(settings[arm]) == usual}
+    # of an arm: its learning rate, and what makes its baseline a stronger one
+    rate = {arm: pool.runs()[0].config["learning_rate"] for arm, pool in usual.items()}
+    stronger = {arm: "".join(f", {k}" for k in ("qk_norm", "scaled_init") if pool.runs()[0].config.get(k))
+                for arm, pool in usual.items()}
     best, series, values = {}, {}, {}
     for system in dict.fromkeys(s for pool in pools.values() for s in pool.systems(pool.tokens)):
         of = {arm: {seed: x for seed, p in pool.at(system, pool.tokens).items() if (x := p.end["val_mean"]) is not None}
-              for arm, pool in pools.items() if str(settings[arm]) == usual and pool.at(system, pool.tokens)}
+              for arm, pool in usual.items() if pool.at(system, pool.tokens)}
         seeds = set.intersection(*map(set, of.values())) if of else ()  # the same at every rate
         if seeds:
             known = {arm: statistics.fmean(losses[seed] for seed in seeds) for arm, losses in of.items()}
             arm = min(known, key=known.get)
             values[system] = {seed: of[arm][seed] for seed in seeds}
-            series[system] = [(list(known), list(known.values()))]
-            best[system] = {"rate": arm, "val_mean": known[arm], "at_an_end": arm in (list(known)[0], list(known)[-1])}
+            alike = [a for a in known if stronger[a] == stronger[arm]]
+            best[system] = {"rate": arm, "val_mean": known[arm], "at_an_end": arm in (alike[0], alike[-1])}
+            for a, loss in known.items():
+                (xs, ys), = series.setdefault(system + stronger[a], [([], [])])
+                xs.append(f"{rate[a]:g}")
+                ys.append(loss)
     for system, b in best.items():
         b["difference"] = difference(values[system], values.get("vanilla", {})) if system != "vanilla" else None
     return compared(

@@ -372,6 +372,20 @@ def test_rates(make):
     assert verdicts(content)["the gain is there at each one's best learning rate"] == "holds partly"  # not sparse's
 
 
+def test_a_stronger_baseline_is_among_the_best(make):
+    """Vanilla's best is the stronger one at 1e-3, identity's the plain one there: +0.01 apart. Each has its own rates' ends."""
+    for rate, base, identity in ((5e-4, 4.2, -0.1), (1e-3, 4.0, -0.04), (2e-3, 4.1, -0.1)):
+        for name, options, less in (("", {}, 0.0), ("_strong", dict(qk_norm=True, scaled_init=True), 0.05)):
+            write_pool(make.root / f"rates/{rate:g}{name}", {"identity": identity + less * 1.5}, seeds=(1337,), base=base - less,
+                       learning_rate=rate, min_lr=rate / 10, **options)
+    content, text, _, _ = make()
+    best = content["rates"]["best"]
+    assert {s: (b["rate"], b["at_an_end"]) for s, b in best.items()} == {
+        "vanilla": ("0.001_strong", False), "identity": ("0.001", False)}
+    assert best["identity"]["difference"]["mean"] == pytest.approx(3.96 + NOISE[1337] - 3.95)
+    assert list(content["rates"]["arms"])[:2] == ["0.0005", "0.0005_strong"] and "at 0.001, vanilla at 0.001_strong" in text
+
+
 def test_sizes(make):
     """identity(N) = vanilla(N / 0.87): 13 % fewer parameters, whatever is fitted to a line in ln N."""
     less = 0.3 * math.log(0.87)
