@@ -7,7 +7,14 @@ An overlay: differences to vanilla at several lengths, with as many tokens per i
             --batch_size=$((65536 / n)) --out_dir=out/lengths/$n
     done
 
-Cost on an H200: 9 runs of 2 minutes (at 8,192 of 3: 1.4 times the FLOPs) and half a minute to start: 0.4 hours.
+and with a lower learning rate, which the paper finds to help SVFormer, and another warmup, which it finds not to matter:
+
+    python train.py config/82M.py config/lengths.py --data=slimpajama --seeds=1337 --runs=vanilla,svformer --learning_rate=2e-4 \
+        --min_lr=2e-5 --out_dir=out/lengths/2048_2e-4
+    python train.py config/82M.py config/lengths.py --data=slimpajama --seeds=1337 --runs=vanilla,svformer --warmup_iters=12 \
+        --out_dir=out/lengths/2048_warmup12
+
+Cost on an H200: 13 runs of 2 minutes (at 8,192 of 3: 1.4 times the FLOPs) and half a minute to start: 0.6 hours.
 """
 out_dir = "out/lengths"
 tokens_per_iter = 128 * 2048

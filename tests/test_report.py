@@ -256,7 +256,7 @@ def test_folders_that_are_not_there_go_without_a_word(make):
     content, text, readme, _ = make()
     assert not set(records.ARMS) & set(content) and not any(f"{arm}/" in text for arm in records.ARMS)
     mine = [c.text for c in claims.CLAIMS if c.folder]
-    assert len(mine) == 14 and not set(mine) & set(verdicts(content)) and not any(claim in readme for claim in mine)
+    assert len(mine) == 15 and not set(mine) & set(verdicts(content)) and not any(claim in readme for claim in mine)
 
 
 def test_an_empty_folder_has_claims_and_no_table(make):
@@ -346,6 +346,21 @@ def test_lengths(make):
     assert got["ResFormer gains at every length"] == "holds partly"
     shutil.rmtree(make.root / "lengths/2048")
     assert verdicts(make()[0])["vanilla overtakes SVFormer later if windows are longer"] == "not testable at this budget"
+
+
+def test_a_lower_rate_and_another_warmup_are_no_lengths(make):
+    """SVFormer: -0.1 at every length, -0.12 at a lower rate (NOISE cancels), and +0.5 after another warmup, which says nothing."""
+    for length in (512, 2048):
+        write_pool(make.root / f"lengths/{length}", {"identity": -0.03, "svformer": -0.1}, block_size=length)
+    before = verdicts(make()[0])
+    slower = dict(learning_rate=CONFIG["learning_rate"] / 3, min_lr=1e-5)
+    write_pool(make.root / "lengths/2048_slow", {"identity": 0.03, "svformer": -0.12}, block_size=2048, **slower)
+    write_pool(make.root / "lengths/2048_warm", {"svformer": 0.5}, block_size=2048, warmup_iters=3)
+    write_pool(make.root / "lengths/2048_both", {"svformer": 0.5}, block_size=2048, warmup_iters=3, **slower)
+    content, text, _, _ = make()
+    claim = "a lower learning rate makes SVFormer's loss better beside vanilla's"
+    assert before[claim] == "not testable at this budget" and verdicts(content) == {**before, claim: "holds"}
+    assert "2048_slow: -0.0200 [-0.0200, -0.0200], 2e-05B tokens, 2 seeds" in text and "| 2048_warm | svformer |" in text
 
 
 def test_an_extrapolated_crossing_holds_partly_at_best(make):
