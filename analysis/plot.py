@@ -18,13 +18,14 @@ def draw(path, panels, title="", caption=""):
         series   {name: [(xs, ys), ...]}: one line per repetition (seed), all in the name's colour and style; xs may be words
         x, y     names and units of the axes
         title    above the panel
-        zero     True: a line at 0
+        zero     True: a line at 0; zero_x: an upright one
         log      which axes are logarithmic: "", "x", "y" or "xy"
         marks    True: points on the lines
         apart    True: points without lines, for xs that are words with no order
         whole    True: ticks of x at whole numbers only, such as layers
         bands    {name: (xs, low, high)}: a shaded band in the name's colour
-        points   {name: (xs, ys)}: points in the name's colour, apart from its line
+        points   {name: (xs, ys)}: points in the name's colour, apart from its line; hollow: a name whose points aren't filled
+        order    ys that are words, from below upwards, in this order
         at       {name: x}: a thin vertical line in the name's colour, where its curve crosses zero; the legend has x
     caption: what to look for, below all.
     """
@@ -43,6 +44,10 @@ def draw(path, panels, title="", caption=""):
     for number, (axes, panel) in enumerate(zip(figure.axes, panels)):
         if panel.get("zero"):
             axes.axhline(0, color="0.5", linewidth=1)
+        if panel.get("zero_x"):
+            axes.axvline(0, color="0.5", linewidth=1)
+        if panel.get("order"):
+            axes.yaxis.update_units(panel["order"])
         names = list(panel["series"])
         for name in names:
             i = order[name]
@@ -56,14 +61,16 @@ def draw(path, panels, title="", caption=""):
             if name in panel.get("bands", {}):
                 axes.fill_between(*panel["bands"][name], color=look["color"], alpha=0.2, linewidth=0)
             if name in panel.get("points", {}):
-                axes.plot(*panel["points"][name], color=look["color"], linestyle="", marker="o", markersize=4)
+                axes.plot(*panel["points"][name], color=look["color"], linestyle="", marker="o", markersize=4,
+                          markerfacecolor="none" if panel.get("hollow") == name else look["color"])
             if at is not None:
                 axes.axvline(at, **{**look, "linewidth": 0.6})
         if "x" in panel.get("log", ""):
             axes.set_xscale("log")
             low, high = axes.get_xlim()  # few labels, which don't overlap: 200M, 500M, 1G
             axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 1e4 * low else (1,)))
-            axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+            axes.xaxis.set_major_formatter(billions := EngFormatter(sep=""))
+            billions.ENG_PREFIXES = {**EngFormatter.ENG_PREFIXES, 9: "B"}  # as tables say of tokens and parameters
             axes.xaxis.set_minor_formatter(NullFormatter())
         elif isinstance(axes.xaxis.get_major_locator(), AutoLocator):  # names as x have their own
             axes.xaxis.set_major_locator(MaxNLocator(7, steps=(1, 2, 5, 10), integer=panel.get("whole", False)))

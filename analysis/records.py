@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import train
 from analysis import common, relative_loss, scaling
-from analysis.relative_loss import t_interval
+from analysis.relative_loss import t_95, t_interval
 from configurator import UserError
 
 PAPER_TOKENS = 20e9  # the paper's differences below are at 20B tokens; all but identity's are from summaries of its v5
@@ -36,33 +36,52 @@ class Point:
 def checked(run):
     """The run's log. Raises UserError when it or config.json lacks a number that the report needs."""
     common.needed(run, kv_bytes_per_token=int, eval_iters=int, **scaling.NEEDED)
+    if run.config["n_params"] <= 0 or not isinstance(run.config["comparable"].get("data"), str):
+        raise UserError(f"{run.path}/config.json: damaged, its n_params or its data's fingerprint; copy it again")
     return run.log
+
+
+# what is no part of a system, beside train.comparable, which is of the data and the schedule
+SHAPE = "vocab_size", "n_layer", "n_head", "n_embd", "n_ffn", "dropout", "rope_theta", "qk_norm", "scaled_init"
+OPTIMIZER = "weight_decay", "beta1", "beta2", "grad_clip", "dtype"
+
+
+def alike(run):
+    """What must be equal for a difference of two runs' losses to be the system's alone."""
+    return {**run.config["comparable"], **{k: getattr(run.shape, k) for k in SHAPE},
+            **{k: run.config.get(k) for k in OPTIMIZER}}
 
 
 class Pool:
     """
-    Runs that may be paired. points: {(system, tokens): {seed: Point}}, finished, decayed and comparable; tokens: the budget of
-    most of those whose name begins with `most` (None: there is none). skip(name, reason) hears what is not used.
+    Runs that may be paired. points: {(system, tokens): {seed: Point}}, finished, decayed and alike; tokens: the budget of most
+    of those whose name begins with `most` (None: there is none), which also say what data, length, learning rate and evaluation
+    are the usual ones. skip(name, reason) hears what is not used.
     """
 
     def __init__(self, runs, skip, most=""):
         self.points = {}
         with hearing(skip):  # scaling has the rules for what counts
             systems = ",".join(sorted({os.path.basename(r.system) for r in runs}))
-            found = scaling.usable(scaling.Config(systems=systems), runs) if runs else []
+            found = scaling.usable(scaling.Config(systems=systems), runs, most) if runs else []
         for run, system, _ in found:
             self.points.setdefault((system, run.config["tokens_per_iter"] * run.config["max_iters"]), {})[
                 run.config["seed"]] = Point(run, run.log, run.log[1][run.config["max_iters"]])
         budgets = [t for (_, t), of in self.points.items() for p in of.values() if p.run.name.startswith(most)]
         self.tokens = statistics.mode(budgets) if budgets else None
-        for (_, tokens), of in self.points.items():
-            for seed, p in list(of.items()):
-                base = self.points.get(("vanilla", tokens), {}).get(seed)
+        for tokens, seed in sorted({(t, seed) for (_, t), of in self.points.items() for seed in of}):
+            beside = {s: of[seed] for (s, t), of in self.points.items() if t == tokens and seed in of}
+            all_of = [alike(p.run) for p in beside.values()]
+            base = beside.get("vanilla") or max(beside.values(), key=lambda p: all_of.count(alike(p.run)))
+            for system, p in beside.items():
                 try:
-                    train.same((base or p).run.config["comparable"], p.run.config["comparable"], (base or p).run.name)
+                    train.same(alike(base.run), alike(p.run), base.run.name)
                 except UserError as e:
                     skip(p.run.name, e)
-                    del of[seed]
+                    del self.points[system, tokens][seed]
+                else:
+                    if "vanilla" not in beside and self.at("vanilla", tokens):
+                        skip(p.run.name, "in no difference: there is no vanilla of that seed")
 
     def at(self, system, tokens):
         return self.points.get((system, tokens), {})
@@ -136,7 +155,7 @@ class Records(Pool):
                 try:
                     checked(run := common.Run(path, self.root))
                     runs.append(run)
-                except (UserError, TypeError, ValueError) as e:
+                except (UserError, TypeError, ValueError, OSError) as e:
                     self.skip(os.path.relpath(path, self.root), str(e).replace(self.root.rstrip("/") + "/", ""))
         return runs
 
@@ -195,6 +214,11 @@ def difference(values, base):
             "seeds": pairs} if pairs else None
 
 
+def reach(sd, n):
+    """How far from 0 noise alone takes a mean of n paired differences, at 95 %; 0.0 where the noise is not known."""
+    return t_95(sd["df"]) * sd["std"] / math.sqrt(n) if sd else 0.0
+
+
 def noise(differences):
     """{"std", "df"} of a paired difference from seed to seed, pooled over systems; None without a system of two pairs."""
     several = [list(d["seeds"].values()) for d in differences if d and len(d["seeds"]) > 1]
@@ -231,5 +255,8 @@ def described(d, tokens, form="+.4f"):
 
 
 def reached(point):
-    """A critical point, as Pool.critical has it."""
-    return point["kind"] + (f" at {billions(point['tokens'])} tokens" if point["tokens"] is not None else "")
+    """
+    A critical point, as Pool.critical has it. An extrapolated one counts for nothing here: near the end of a decayed schedule
+    every system's curve bends towards zero.
+    """
+    return f"crossed at {billions(point['tokens'])} tokens" if point["kind"] == "crossed" else "not reached"

@@ -10,8 +10,8 @@ Reads config.json and log.jsonl of runs, as train.py wrote them, and the JSON of
     mechanism/concentration.json, similarity.json, spectrum.json, lambdas.json    and runs/ with the records of their runs
     sizes/SIZE/SYSTEM/seedSEED/                  and so kv/, lengths/, rates/, ablations/, as their configs in config/ say
 
-and writes report.md, report.json and a picture per section. What is missing, unfinished, damaged or not comparable is named and
-left out, but for the last line's folders where they are not there at all. The loss is the mean over sources (nats per token),
+and writes report.md, report.json and a picture per section. Systems that family/ lacks, and what is unfinished, damaged or not
+comparable, are named and left out. The loss is the mean over sources (nats per token),
 as in the paper; a difference pairs runs of one seed, budget and data; intervals are 95 %, Student's t over such pairs.
 
 To add a section, write a function that takes a Records and returns a Section, and name it in SECTIONS; a claim is a line of
@@ -37,6 +37,7 @@ from analysis.records import (
     PAPER_SAVING,
     PAPER_TOKENS,
     Records,
+    alike,
     billions,
     bracket,
     difference,
@@ -44,6 +45,7 @@ from analysis.records import (
     noise,
     number,
     place,
+    reach,
     reached,
     spread,
 )
@@ -51,6 +53,10 @@ from analysis.relative_loss import t_95
 from configurator import REPO, UserError, command, configure
 
 NAMES = {"resformer": "identity"}  # what other folders call a system
+LEGEND = ("Losses in nats per token; a difference below 0 is a lower loss than the other's. Brackets: 95 % intervals. holds: "
+          "the interval over two or more seeds has the paper's sign; holds partly: only the mean has it, but beyond the noise "
+          "between seeds, or only a part of the claim does; not seen: the other sign; not testable: within that noise, or not "
+          "run, or it takes more tokens. Systems: README's table of every system.")
 START, END = "<!-- what reproduces: python -m analysis.report results/ -->", "<!-- end -->"
 UNIT = "loss - vanilla's (nats per token)"
 
@@ -58,7 +64,7 @@ UNIT = "loss - vanilla's (nats per token)"
 @dataclass
 class Config:
     out_dir: str = ""  # where report.md, report.json and the pictures go; empty: the results folder
-    readme: str = os.path.join(REPO, "README.md")  # the file with the two marker comments; empty: none
+    readme: str = "auto"  # the file with the two marker comments; auto: this repository's, of its own results/; empty: none
 
 
 @dataclass
@@ -120,7 +126,7 @@ def family(records):
                 system, "vanilla", tokens, lambda line: line["val_loss"]), "difference_by_source": {
                 s: records.difference(system, "vanilla", tokens, lambda line, s=s: line["val"].get(s)) for s in sources}}
         rows.append([system, *(number(facts["val"][s]) for s in sources), number(facts["val_mean"]), number(facts["val_loss"]),
-                     spread(facts["difference"]), len(of), number(facts["paper"], "+.3f")])
+                     spread(facts["difference"]), pairs(of, facts["difference"]), number(facts["paper"], "+.3f")])
         if system != "vanilla" and (curve := records.relative(system, tokens)):
             x, y = curve
             curves[system], bands[system] = [(x, y.mean(0))], (x, y.min(0), y.max(0))
@@ -128,18 +134,33 @@ def family(records):
     sd = records.noise()
     notes = [f"Losses in nats per token, means over seeds, {billions(tokens)} tokens. Differences: of the mean over sources, "
              "paired by seed, with the 95 % interval of Student's t over pairs where there are two or more. The paper's are at "
-             "20B tokens, all but identity's from summaries of its v5.", noise_said(sd),
-             "Differences by source: " + "; ".join(f"{s} " + ", ".join(
-                 f"{name} {number(x and x['mean'], '+.4f')}" for name, x in systems[s]["difference_by_source"].items())
-                 for s in known) + "." if known else "No system is paired with vanilla."]
+             "20B tokens, all but identity's from summaries of its v5.", noise_said(sd)]
+    notes += ["Differences to vanilla by source, as above:\n\n" + markdown(["system", *sources], [
+        [s, *(spread(x) for x in systems[s]["difference_by_source"].values())] for s in known])] if known else \
+        ["No system is paired with vanilla."]
     panels = [dict(series=curves, bands=bands, x="iteration", y=UNIT, zero=True, title="training, moving average"),
-              dict(series={s: [(list(d["interval_95"] or [d["mean"]]), [s] * (2 if d["interval_95"] else 1))]
-                           for s, d in known.items()}, points={s: ([d["mean"]], [s]) for s, d in known.items()}, x=UNIT,
-                   y="system", title="validation, mean over sources: mean and 95 % interval")] if known else []
+              whiskers(known, "validation, mean over sources")] if known else []
     return Section("Every system at one budget", origin("family/", [p.run for p in everything]),
                    {"tokens": tokens, "noise": sd, "systems": systems},
                    ["system", *sources, "mean over sources", "whole bin", "difference [95 %]", "seeds", "paper"], rows, notes,
                    panels, "Below zero: ahead of vanilla on the same batches. Lines: mean over seeds; bands: lowest to highest")
+
+
+def pairs(of, difference):
+    """For the column of seeds: those that a difference rests on, or else the system's own."""
+    return len(difference["seeds"]) if difference else len(of)
+
+
+def whiskers(differences, title):
+    """The panel of {system: difference}: filled points with their 95 % interval, hollow ones of one seed without."""
+    kinds = {"mean and 95 % interval": [], "one seed": []}
+    for s, d in differences.items():
+        kinds["mean and 95 % interval" if d["interval_95"] else "one seed"].append((s, d))
+    some = {kind: of for kind, of in kinds.items() if of}
+    return dict(series={kind: [(list(d["interval_95"] or [None]), [s] * (2 if d["interval_95"] else 1)) for s, d in of]
+                        for kind, of in some.items()},
+                points={kind: ([d["mean"] for _, d in of], [s for s, _ in of]) for kind, of in some.items()},
+                order=list(reversed(differences)), hollow="one seed", zero_x=True, x=UNIT, y="", title=title)
 
 
 def power_law(tokens, differences):
@@ -208,10 +229,33 @@ def against_tokens(records):
         "it would dwarf the points.")
 
 
+def horizontal(xs, own, x, loss, half):
+    """
+    How much smaller than x a system's x* is, where its losses `own` at xs (linear in ln x between them) reach vanilla's loss
+    at x: {"saving", "extrapolated", "interval_95"}; the interval moves vanilla's loss by half, and is None where that is not
+    known or an end lies outside of xs.
+    """
+    x_at = scaling.fit_piecewise(np.array(xs, float), np.array(own))[1]
+    ends = [(train.finite(1 - float(x_at(at)) / x), not min(own) <= at <= max(own))
+            for at in (loss, *([loss - half, loss + half] if half else []))]  # a lower loss to reach: less is saved
+    known = len(ends) == 3 and not any(outside or end is None for end, outside in ends)
+    return {"saving": ends[0][0], "extrapolated": ends[0][1], "interval_95": [e[0] for e in ends[1:]] if known else None}
+
+
+def unpaired(records, n):
+    """
+    95 % reach of the difference of two different runs' losses, means over n seeds, by the noise of a loss from seed to seed
+    pooled over family/'s systems; None where that is not known. A pair shares some of it; runs of two budgets or sizes may not.
+    """
+    losses = [{seed: x for seed, p in records.at(s, records.tokens).items() if (x := p.end["val_mean"]) is not None}
+              for s in records.systems(records.tokens)]
+    sd = noise(difference(of, dict.fromkeys(of, 0.0)) for of in losses)
+    return sd and math.sqrt(2) * reach(sd, n)
+
+
 def data_saving(records):
     """Tokens that a system needs for vanilla's final loss at each budget."""
     numbers, rows, series, used = {}, [], {}, []
-    sd = records.noise()
     for system in records.systems(None):
         budgets = [t for t in records.budgets(system) if records.at("vanilla", t)]
         # the same seeds at every budget: else a curve would bend where another seed begins
@@ -221,32 +265,28 @@ def data_saving(records):
         used += [p.run for t in budgets for s in (system, "vanilla") for p in records.at(s, t).values() if p.run not in used]
         base, own = ([statistics.fmean(records.at(s, t)[seed].end["val_mean"] for seed in seeds) for t in budgets]
                      for s in ("vanilla", system))
-        tokens_at = scaling.fit_piecewise(np.array(budgets, float), np.array(own))[1]
-        half = t_95(sd["df"]) * sd["std"] / math.sqrt(len(seeds)) if sd else None
         series["vanilla"], series[system] = [(budgets, base)], [(budgets, own)]
-        numbers[system] = {"seeds": sorted(seeds), "budgets": []}
-        for tokens, loss in zip(budgets, base):
-            ends = [(train.finite(1 - float(tokens_at(x)) / tokens), not min(own) <= x <= max(own))
-                    for x in (loss, *([loss - half, loss + half] if sd else []))]  # a lower loss to reach: less is saved
-            numbers[system]["budgets"].append({
-                "tokens": tokens, "loss": loss, "saving": ends[0][0], "extrapolated": ends[0][1],
-                "interval_95": [e[0] for e in ends[1:]] or None, "interval_extrapolated": [e[1] for e in ends[1:]] or None})
-            cells = [scaling.percent(x) + "*" * outside for x, outside in ends]
-            rows.append([system, billions(tokens), number(loss), cells[0], f"{cells[1]} .. {cells[2]}" if sd else "-",
-                         len(seeds)])
+        numbers[system] = {"seeds": sorted(seeds), "budgets": [
+            {"tokens": t, "loss": loss, **horizontal(budgets, own, t, loss, unpaired(records, len(seeds)))}
+            for t, loss in zip(budgets, base)]}
+        rows += [[system, billions(b["tokens"]), number(b["loss"]), scaling.percent(b["saving"]) + "*" * b["extrapolated"],
+                  bracket(b["interval_95"], scaling.percent).strip() or "-", len(seeds)] for b in numbers[system]["budgets"]]
     if not rows:
         return None
     return Section(
         "Data saving", origin("tokens/ and family/", used), numbers,
         ["system", "budget", "vanilla's loss", "saving", "95 % interval", "seeds"], rows,
         ["Saving: 1 - D* / D, where the system's loss at D* is vanilla's final loss at the budget D (mean over sources; only "
-         "runs that are fully decayed; linear in ln tokens between budgets). A * marks what lies outside of the system's "
-         f"budgets and continues the first or last piece. The paper has {scaling.percent(PAPER_SAVING)} (v5, second-hand; "
-         "468M, 20B tokens).",
-         "Interval: vanilla's loss moved by 95 % of Student's t of that noise, taken to be the same at every budget. "
-         + noise_said(sd)],
+         "runs that are fully decayed; linear in ln tokens between budgets; none where the loss rises with tokens). A * marks "
+         "what lies outside of the system's budgets and continues the first or last piece. The paper has "
+         f"{scaling.percent(PAPER_SAVING)} (v5, second-hand; 468M, 20B tokens).",
+         NOISE_OF_SAVINGS + " There is none where an end lies outside of the system's budgets."],
         [dict(series=series, x="tokens", y="loss, mean over sources (nats per token)", log="x", marks=True,
               title="every point is a run with its own schedule")], "The horizontal gap between lines is the saving of data")
+
+
+NOISE_OF_SAVINGS = ("Interval: vanilla's loss moved by 95 % of Student's t of the difference of two different runs' losses, "
+                    "whose noise from seed to seed is family/'s, taken to be the same here.")
 
 
 def mean_of(key):
@@ -331,7 +371,11 @@ def facts(pool):
             "seeds": sorted(points), "val_mean": statistics.fmean(known) if known else None,
             "difference": pool.difference(system, "vanilla", pool.tokens) if system != "vanilla" else None,
             **{k: config[k] for k in ("kv_bytes_per_token", "n_params", "n_params_non_embedding")}}
-    lowest = sorted(systems, key=lambda s: systems[s]["val_mean"] if systems[s]["val_mean"] is not None else math.inf)
+
+    def rank(s):  # by the paired difference: means are over other seeds where systems have different ones
+        d, mean = systems[s]["difference"], systems[s]["val_mean"]
+        return d["mean"] if d else 0.0 if s == "vanilla" else math.inf, math.inf if mean is None else mean
+    lowest = sorted(systems, key=rank)
     return {"tokens": pool.tokens, "block_size": of["block_size"], "learning_rate": of["learning_rate"],
             "systems": {s: systems[s] for s in lowest}}
 
@@ -346,7 +390,7 @@ def compared(records, folder, title, arm="", more=None, notes=(), panels=(), cap
     arms = {name: facts(pool) for name, pool in pools.items()}
     for name, of in arms.items():
         rows += [[*[name] * bool(arm), system, billions(of["tokens"]), number(x["val_mean"]), spread(x["difference"]),
-                  len(x["seeds"]), *(cell(name, system, x) for cell in (more or {}).values())]
+                  pairs(x["seeds"], x["difference"]), *(cell(name, system, x) for cell in (more or {}).values())]
                  for system, x in of["systems"].items()]
     sd = noise(x["difference"] for of in arms.values() for x in of["systems"].values())
     return Section(
@@ -361,29 +405,42 @@ def sizes(records):
     if not (pools := records.pools.get("sizes")):
         return None
     runs, comparisons = [run for pool in pools.values() for run in pool.runs()], []
+    usual = statistics.mode(pool.tokens for pool in pools.values())
+    for arm, pool in pools.items():
+        if pool.tokens != usual:
+            records.skip(f"sizes/{arm}", f"in no saving: {billions(pool.tokens)} tokens, most sizes {billions(usual)}")
     names = {os.path.basename(run.system).split("_")[0] for run in runs}  # sparse_12 is sparse, at 12 layers
     try:
         with hearing(lambda name, reason: records.skip(f"sizes/{name.removeprefix('sizes/')}", reason)):
             comparisons = scaling.from_runs(scaling.Config(systems=",".join(names), baseline="vanilla"), runs)
     except UserError as e:
         records.skip("sizes", e)
-    found, panels, notes = {}, [], []
+    forms, largest, panels, notes = {}, {}, [], []
     for system, base, axis, fixed, of_base, own in comparisons:
-        if axis == "tokens":
+        if axis == "tokens" or fixed != f"{usual:,} tokens":
             continue
-        r = found.setdefault(system, {})[axis] = scaling.analyse("line", of_base, own)
-        interval = bracket(r["interval_95"], scaling.percent) + f" ({r['interval_from']})" * bool(r["interval_95"])
-        notes.append(f"{system} saves of {scaling.AXES[axis]}, at {fixed} and {len(own)} sizes: " + ", ".join(
-            f"{form} {scaling.percent(x)}" + interval * (form == "line") for form, x in r["forms"].items()) + ".")
+        r = forms.setdefault(system, {})[axis] = scaling.analyse("line", of_base, own)
+        notes.append(f"{system} saves of {scaling.AXES[axis]}, by the form of both fits over {len(own)} sizes: " + ", ".join(
+            f"{form} {scaling.percent(x)}" for form, x in r["forms"].items()) + ".")
         panels.append({**scaling.panel("line", system, base, axis, fixed, r), "title": f"{system}, {fixed}"})
+        if axis == "n_params":
+            x, at = max(of_base), {n: statistics.fmean(losses.values()) for n, losses in own.items()}
+            seeds = sorted(of_base[x])
+            largest[system] = {"seeds": seeds, "sizes": len(at), **horizontal(
+                sorted(at), [at[n] for n in sorted(at)], x, statistics.fmean(of_base[x].values()),
+                unpaired(records, len(seeds)))}
+            notes.append(f"{system} saves {scaling.percent(largest[system]['saving'])}"
+                         + bracket(largest[system]["interval_95"], scaling.percent)
+                         + " of all parameters at vanilla's largest size, by its own losses, linear in ln N between sizes.")
     return compared(
         records, "sizes", "Parameters", "size", {
             "parameters": lambda arm, s, x: f"{x['n_params']:,}",
             "without embeddings": lambda arm, s, x: f"{x['n_params_non_embedding']:,}"},
-        [f"A saving is 1 - N* / N, where the system's fitted loss at N* is vanilla's at its largest size N. The paper has "
+        [f"A saving is 1 - N* / N, where the system's loss at N* is vanilla's at its largest size N. The paper has "
          f"{', '.join(map(scaling.percent, PAPER_PARAMETERS))} (v3, v4, v5; 20B tokens, total N); v3's is what a line in ln N "
-         "gives. Learning rate and schedule are the same at all sizes.", *notes], panels,
-        "The horizontal gap between the lines at vanilla's largest size is the saving", {"saving": found})
+         "gives. Learning rate and schedule are the same at all sizes. " + NOISE_OF_SAVINGS, *notes], panels,
+        "The horizontal gap between the lines at vanilla's largest size is the saving",
+        {"saving": forms, "at_largest": largest, "tokens": usual})
 
 
 def ablations(records):
@@ -392,11 +449,8 @@ def ablations(records):
         return None
     panels = []
     for arm, pool in pools.items():
-        known = {s: x["difference"] or {"mean": 0.0, "interval_95": None} for s, x in facts(pool)["systems"].items()
-                 if x["difference"] or s == "vanilla"}
-        ends = [(list(d["interval_95"] or [d["mean"]]), [s] * (2 if d["interval_95"] else 1)) for s, d in known.items()]
-        panels += [dict(series={"mean and 95 % interval": ends}, points={"mean and 95 % interval": (
-            [d["mean"] for d in known.values()], list(known))}, x=UNIT, y="", title=arm)] if known else []
+        known = {s: x["difference"] for s, x in facts(pool)["systems"].items() if x["difference"]}
+        panels += [whiskers(known, arm)] if known else []
     several = "budget" if set(pools) != {""} else ""
     return compared(
         records, "ablations", "Ablations", several, {"paper": lambda arm, s, x: number(PAPER_ABLATIONS.get(s), "+.3f")},
@@ -446,48 +500,59 @@ def lengths(records):
         {"critical": points})
 
 
+STRONGER = "qk_norm", "scaled_init"  # options of a stronger baseline
+
+
 def rates(records):
     """Each system's best over learning rates, and over options that make the baseline stronger, against vanilla's best."""
     if not (pools := records.pools.get("rates")):
         return None
-    other = "learning_rate", "min_lr", "seed"
-    settings = {arm: {k: v for k, v in pool.runs()[0].config["comparable"].items() if k not in other} | {"tokens": pool.tokens}
+    other = "learning_rate", "min_lr", "seed", *STRONGER
+    settings = {arm: {k: v for k, v in alike(pool.runs()[0]).items() if k not in other} | {"tokens": pool.tokens}
                 for arm, pool in pools.items()}
     usual = statistics.mode(map(str, settings.values()))
     for arm in [arm for arm in pools if str(settings[arm]) != usual]:
         records.skip(f"rates/{arm}", "compared with no other rate: its data, length, budget or schedule are not those of most")
-    usual = {arm: pool for arm, pool in pools.items() if str(settings[arm]) == usual}
-    # of an arm: its learning rate, and what makes its baseline a stronger one
-    rate = {arm: pool.runs()[0].config["learning_rate"] for arm, pool in usual.items()}
-    stronger = {arm: "".join(f", {k}" for k in ("qk_norm", "scaled_init") if pool.runs()[0].config.get(k))
-                for arm, pool in usual.items()}
-    best, series, values = {}, {}, {}
-    for system in dict.fromkeys(s for pool in pools.values() for s in pool.systems(pool.tokens)):
+    arms = {arm: pool for arm, pool in pools.items() if str(settings[arm]) == usual and pool.at("vanilla", pool.tokens)}
+    stronger = {arm: "".join(f", {k}" for k in STRONGER if getattr(pool.runs()[0].shape, k)) for arm, pool in arms.items()}
+    losses, series = {}, {}
+    for system in dict.fromkeys(s for pool in arms.values() for s in pool.systems(pool.tokens)):
         of = {arm: {seed: x for seed, p in pool.at(system, pool.tokens).items() if (x := p.end["val_mean"]) is not None}
-              for arm, pool in usual.items() if pool.at(system, pool.tokens)}
-        seeds = set.intersection(*map(set, of.values())) if of else ()  # the same at every rate
-        if seeds:
-            known = {arm: statistics.fmean(losses[seed] for seed in seeds) for arm, losses in of.items()}
-            arm = min(known, key=known.get)
-            values[system] = {seed: of[arm][seed] for seed in seeds}
-            alike = [a for a in known if stronger[a] == stronger[arm]]
-            best[system] = {"rate": arm, "val_mean": known[arm], "at_an_end": arm in (alike[0], alike[-1])}
-            for a, loss in known.items():
-                (xs, ys), = series.setdefault(system + stronger[a], [([], [])])
-                xs.append(f"{rate[a]:g}")
-                ys.append(loss)
-    for system, b in best.items():
-        b["difference"] = difference(values[system], values.get("vanilla", {})) if system != "vanilla" else None
+              for arm, pool in arms.items()}
+        seeds = set.intersection(*map(set, of.values()))  # the same everywhere
+        if not seeds:
+            records.skip(f"rates/*/{system}", f"no best: at no seed a run in each of {', '.join(arms)}, where vanilla has one")
+            continue
+        losses[system] = {arm: {seed: of[arm][seed] for seed in seeds} for arm in arms}
+        for arm in arms:
+            (xs, ys), = series.setdefault(system + stronger[arm], [([], [])])
+            xs.append(f"{arms[arm].runs()[0].config['learning_rate']:g}")
+            ys.append(statistics.fmean(losses[system][arm].values()))
+
+    def best_of(some):
+        """{system: its best of these arms, and the difference to vanilla's best}."""
+        best, values = {}, {}
+        for system, of in losses.items():
+            mean = {arm: statistics.fmean(of[arm].values()) for arm in some}
+            arm = min(mean, key=mean.get)
+            like = [a for a in some if stronger[a] == stronger[arm]]
+            values[system] = of[arm]
+            best[system] = {"rate": arm, "val_mean": mean[arm], "at_an_end": arm in (like[0], like[-1]),
+                            "difference": difference(of[arm], values.get("vanilla", {})) if system != "vanilla" else None}
+        return best
+    strong = [arm for arm in arms if stronger[arm]]
+    best, best_stronger = best_of(arms) if arms else {}, best_of(strong) if strong else {}
     return compared(
         records, "rates", "Learning rates", "peak", {"best": lambda arm, s, x: "best" * (best.get(s, {}).get("rate") == arm)},
-        ["The best of each against vanilla's best: " + "; ".join(
-            f"{s} {spread(b['difference'])} (at {b['rate']}, vanilla at {best['vanilla']['rate']})"
-            for s, b in best.items() if b["difference"]) + "." if any(b["difference"] for b in best.values()) else
-         "No best is paired with vanilla's.",
+        [*(f"The best of each against vanilla's best{where}: " + "; ".join(
+            f"{s} {spread(b['difference'])} (at {b['rate']}, vanilla at {of['vanilla']['rate']})"
+            for s, b in of.items() if b["difference"]) + "." if any(b["difference"] for b in of.values()) else
+           f"No best{where} is paired with vanilla's." for of, where in (
+            (best, ""), (best_stronger, f", over a stronger baseline ({', '.join(STRONGER)})")) if of or not where),
          *["At an end of its rates, so that the true best may lie outside: " + ", ".join(
              s for s, b in best.items() if b["at_an_end"]) + "."] * any(b["at_an_end"] for b in best.values())],
         [dict(series=series, marks=True, x="peak learning rate", y="loss, mean over sources (nats per token)")],
-        "Does a system's lowest point lie below vanilla's?", {"best": best})
+        "Does a system's lowest point lie below vanilla's?", {"best": best, "best_stronger": best_stronger})
 
 
 SECTIONS = {"family": family, "tokens": against_tokens, "saving": data_saving, "mechanism": mechanism, "sizes": sizes,
@@ -500,6 +565,8 @@ def main():
     if len(paths) != 1:
         raise UserError(f"expected one folder of results, such as results/; found {' '.join(paths) or 'none'}")
     readme = None
+    if config.readme == "auto":
+        config.readme = os.path.join(REPO, "README.md") if os.path.realpath(paths[0]) == os.path.join(REPO, "results") else ""
     if config.readme:
         with open(config.readme, encoding="utf-8") as f:
             readme = f.read()
@@ -513,14 +580,14 @@ def main():
     folder = config.out_dir or paths[0]
     os.makedirs(folder, exist_ok=True)
     parts = ["# Report", "Written by `python -m analysis.report results/` from the records beside it.", "## What reproduces",
-             "Made from the tables below. The rule of each verdict: analysis/claims.py.", markdown(head, verdicts)]
+             "Made from the tables below. The rule of each verdict: analysis/claims.py.", markdown(head, verdicts), LEGEND]
     for name, s in sections.items():
         parts += [f"## {s.title}", s.made_from, markdown(s.head, s.rows), *s.notes]
         if s.panels:
             parts.append(f"![{s.title}](report_{name}.png)")
             plot.draw(os.path.join(folder, f"report_{name}.png"), s.panels, s.title, s.caption)
     parts += ["## Left out", "\n".join(f"* {line}" for line in records.left_out) or "Nothing."]
-    text, table = "\n\n".join(parts) + "\n", f"{START}\n\n{markdown(head, verdicts)}\n\n{END}"
+    text, table = "\n\n".join(parts) + "\n", f"{START}\n\n{markdown(head, verdicts)}\n\n{LEGEND}\n\n{END}"
     train.write_whole(os.path.join(folder, "report.md"), lambda f: f.write(text.encode()))
     train.write_json(os.path.join(folder, "report.json"), plain({**numbers, "claims": [
         dict(zip(head, row)) for row in verdicts], "left_out": records.left_out}))

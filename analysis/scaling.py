@@ -211,15 +211,19 @@ def system_name(run, names):
 NEEDED = dict(n_params=int, n_params_non_embedding=int, lr_decay_iters=int, decay_lr=bool, learning_rate=float)
 
 
-def usable(config, runs):
-    """[(run, system, loss)] of the runs that count; says which do not, and why."""
+def usable(config, runs, most=""):
+    """
+    [(run, system, loss)] of the runs that count; says which do not, and why. What most runs have is usual: most of those whose
+    name begins with `most`, if there are any.
+    """
     names, found, seen = [n.strip() for n in config.systems.split(",") if n.strip()], [], {}
     runs = [run for run, _ in common.usable(common.logged(runs), lambda run: common.needed(run, **NEEDED),
                                             "none of these runs has a whole config.json: give others")]
     same = ("data", "block_size", "learning_rate", "eval_iters x batch_size")
     settings = [tuple({**r.config, **{k: r.config["comparable"].get(k) for k in (same[0], same[3])}}[k] for k in same)
                 for r in runs]
-    usual = max(settings, key=settings.count)
+    voters = [mine for run, mine in zip(runs, settings) if run.name.startswith(most)] or settings
+    usual = max(voters, key=voters.count)
     for run, mine in zip(runs, settings):
         c, (_, evals), system = run.config, run.log, system_name(run, names)
         key = system, c["n_params"], c["tokens_per_iter"] * c["max_iters"], c["seed"]

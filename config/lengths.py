@@ -9,8 +9,8 @@ An overlay: differences to vanilla at several lengths, with as many tokens per i
 
 and with a lower learning rate, which the paper finds to help SVFormer, and another warmup, which it finds not to matter:
 
-    python train.py config/82M.py config/lengths.py --data=slimpajama --seeds=1337 --runs=vanilla,svformer --learning_rate=2e-4 \
-        --min_lr=2e-5 --out_dir=out/lengths/2048_2e-4
+    python train.py config/82M.py config/lengths.py --data=slimpajama --seeds=1337 --runs=vanilla,svformer \
+        --learning_rate=2e-4 --min_lr=2e-5 --out_dir=out/lengths/2048_2e-4
     python train.py config/82M.py config/lengths.py --data=slimpajama --seeds=1337 --runs=vanilla,svformer --warmup_iters=12 \
         --out_dir=out/lengths/2048_warmup12
 
