@@ -7,7 +7,8 @@ Reads config.json and log.jsonl of runs, as train.py wrote them, and the JSON of
 
     family/SYSTEM/seedSEED/                      all systems at one number of tokens (a budget)
     tokens/BUDGET/SYSTEM/seedSEED/               other budgets, each with a schedule of its own that is fully decayed
-    mechanism/concentration.json, similarity.json, spectrum.json, lambdas.json    and runs/ with the records of their runs
+    mechanism/NAME.json of concentration, similarity, spectrum, lambdas, mapping and lastword, and runs/ with the records of
+                                                 their runs, where these are not in family/
     sizes/SIZE/SYSTEM/seedSEED/                  and so kv/, lengths/, rates/, ablations/, as their configs in config/ say
 
 and writes report.md, report.json and a picture per section. Systems that family/ lacks, and what is unfinished, damaged or not
@@ -314,6 +315,10 @@ MECHANISM = {  # {number: (analysis, column, number of one run's result, format)
     "similarity": ("similarity", "token similarity, mean of layers", lambda r: statistics.fmean(r["similarity"][1:]), ".3f"),
     "effective_rank": ("spectrum", "effective rank of values, mean", mean_of("effective_rank"), ".1f"),
     "largest": ("spectrum", "largest eigenvalue, mean", mean_of("largest"), ".2f"),
+    "mapping": ("mapping", "Eq 4's cosine to cross-layer attention minus Eq 6's, mean of layers",
+                lambda r: statistics.fmean(r["approximation"]) - statistics.fmean(r["identity"]), "+.3f"),
+    "lastword": ("lastword", "last words right", lambda r: (r["bins"].get("all sources") or next(iter(r["bins"].values())))[
+        "accuracy"], ".3f"),
     "ratio_slope": ("lambdas", "λ1/λ2, change per layer", slope_of_ratio, "+.3f"),
     "eigenvalues": ("spectrum", "", lambda r: {x["layer"]: x["largest"] for x in r["layers"]}, ""),
 }
@@ -326,7 +331,8 @@ def mechanism(records):
         content = records.json(f"mechanism/{analysis}.json")
         try:
             uniform = content["uniform_first_importance"] if content and analysis == "concentration" else uniform
-            for run, result in (content or {}).get("models", content or {}).items():
+            content = content or {}
+            for run, result in content.get("models", content.get("runs", content)).items():
                 system = os.path.basename(re.sub(r"[/\\]?seed\d+", "", run))
                 seed = int((re.search(r"seed(\d+)", run) or [0, 0])[1])  # 0: one run without a seed in its name
                 system = " ".join(NAMES.get(word, word) for word in system.split(" "))
@@ -353,7 +359,9 @@ def mechanism(records):
         [f"Budget of these runs: {', '.join(billions(t) for t in budgets) or 'not recorded'} tokens. Value norms are of what "
          "is attended to (mixed values in ResFormer); the spectrum is of a layer's own values, and of the mixed ones in rows "
          "named so." + (f" Under uniform attention token 1 has importance {uniform:.4f}: no sink at or below it."
-                        if uniform else "")])
+                        if uniform else ""),
+         "Pictures: " + ", ".join(f"[{name}](mechanism/{name}.png)" for name in dict.fromkeys(
+             of for of, *_ in MECHANISM.values()) if os.path.exists(os.path.join(records.root, "mechanism", name + ".png"))) + "."])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -419,10 +427,10 @@ def sizes(records):
     for system, base, axis, fixed, of_base, own in comparisons:
         if axis == "tokens" or fixed != f"{usual:,} tokens":
             continue
-        r = forms.setdefault(system, {})[axis] = scaling.analyse("line", of_base, own)
+        r = forms.setdefault(system, {})[axis] = scaling.analyse("piecewise", of_base, own)
         notes.append(f"{system} saves of {scaling.AXES[axis]}, by the form of both fits over {len(own)} sizes: " + ", ".join(
             f"{form} {scaling.percent(x)}" for form, x in r["forms"].items()) + ".")
-        panels.append({**scaling.panel("line", system, base, axis, fixed, r), "title": f"{system}, {fixed}"})
+        panels.append({**scaling.panel("piecewise", system, base, axis, fixed, r), "title": f"{system}, {fixed}"})
         if axis == "n_params":
             x, at = max(of_base), {n: statistics.fmean(losses.values()) for n, losses in own.items()}
             seeds = sorted(of_base[x])
