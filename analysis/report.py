@@ -360,8 +360,8 @@ def mechanism(records):
          "is attended to (mixed values in ResFormer); the spectrum is of a layer's own values, and of the mixed ones in rows "
          "named so." + (f" Under uniform attention token 1 has importance {uniform:.4f}: no sink at or below it."
                         if uniform else ""),
-         "Pictures: " + ", ".join(f"[{name}](mechanism/{name}.png)" for name in dict.fromkeys(
-             of for of, *_ in MECHANISM.values()) if os.path.exists(os.path.join(records.root, "mechanism", name + ".png"))) + "."])
+         "Pictures: " + ", ".join(f"[{name}]({path})" for name in dict.fromkeys(of for of, *_ in MECHANISM.values())
+                                  if os.path.exists(os.path.join(records.root, path := f"mechanism/{name}.png"))) + "."])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
