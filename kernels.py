@@ -1,6 +1,6 @@
 """
 Fast paths of training on CUDA. Each has an equal plain path in model.py, to which tests hold it; nothing here changes what is
-computed, only how often memory is read.
+computed, only how often memory is read. (--fast=True also keeps the residual stream in bfloat16: train.build does that.)
 """
 import torch
 from torch import Tensor
@@ -60,7 +60,7 @@ if triton:
         RoPE from source to `to`, both (B, HEADS, T, 2 HALF) with those strides: by SIGN times the angle, or 0: a copy.
         TOKENS tokens of one sequence per program; PADDED, PADDED_HALF: HEADS and HALF or the next powers of two.
         """
-        t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)[:, None, None]
+        t = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None, None]
         h = tl.arange(0, PADDED)[None, :, None]
         j = tl.arange(0, PADDED_HALF)[None, None, :]
         inside = (t < T) & (h < HEADS) & (j < HALF)
@@ -251,7 +251,10 @@ head_loss_op.register_autograd(scale_grads, setup_context=keep_grads)
 
 
 def head_loss(x, weight, targets):
-    """model.head_loss, for CUDA in float32 or under bfloat16 autocast."""
+    """
+    model.head_loss, for CUDA in float32 or under bfloat16 autocast. Any negative target is ignored; that none reaches V is for
+    the caller to see to (prepare.Bin.read does).
+    """
     if torch.is_autocast_enabled("cuda"):
         dtype = torch.get_autocast_dtype("cuda")
         x, weight = x.to(dtype), weight.to(dtype)

@@ -80,7 +80,7 @@ class Config(GPTConfig):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: bfloat16 on CUDA that has it, else float32
     compile: bool | Literal["auto"] = "auto"  # torch.compile; auto: on CUDA only
     backend: Literal["auto", "nccl", "gloo"] = "auto"  # of torch.distributed; auto: nccl on CUDA, gloo on a CPU
-    fast: bool = True  # on CUDA: the loss of kernels.py and cuDNN's attention; False: the plain paths they are equal to
+    fast: bool = True  # on CUDA: kernels.py, cuDNN's attention, with bfloat16 a residual stream of it; False: the plain paths
     activation_checkpointing: bool = False  # recompute each block in the backward pass: less memory, about a third slower
 
 

@@ -1,30 +1,38 @@
 """
-Speed and memory, side by side in one process on one card: training steps, or with --decode=N the making of N tokens.
+Speed and memory, side by side on one machine: training steps, with --decode=N the making of N tokens, or with --shards=FOLDER
+the preparing of text.
 
     python -m analysis.bench config/82M.py config/systems.py                             # every system, against the first
     python -m analysis.bench config/82M.py --plain=True --nanogpt=path/to/nanoGPT --micro_steps=4
     python -m analysis.bench config/82M.py --decode=1000 --gpt_fast=path/to/gpt-fast     # one prompt; 64 prompts; the cache
+    python -m analysis.bench --shards=SlimPajama/train --num_proc=2                      # prepare.py, and bare processes
 
 A training step is micro_steps forward and backward passes of batch_size windows of random tokens, clipping and the optimizer,
 as in train.py. --plain adds each run without the fast paths (fast=False), --nanogpt a GPT of nanoGPT's model.py with the same
 depth, width, length and vocabulary. Each is measured with every batch size of --batch_sizes that fits, and its best counts; the
-first is measured again at the end, since cards drift.
-Prints a table and adds it to out_dir/CARD.json under its command. Compare numbers of one table only: cards and loads differ.
+first is measured again at the end, since cards drift; so is prepare.py, which meets processes that only read and encode.
+Prints a table and adds it to out_dir/CARD.json under its command, also after Ctrl-C, with the rows that were measured. Compare
+numbers of one table only: cards and loads differ.
 """
 import contextlib
 import dataclasses
 import gc
 import importlib.util
 import json
+import multiprocessing
 import os
 import re
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 
 import torch
+from tqdm import tqdm
 
+import kernels
+import prepare
 import train
 from configurator import UserError, at_least, command, configure
 from model import GPT, KVCache
@@ -42,6 +50,8 @@ class Config(train.Config):
     decode: int = 0  # measure decoding so many tokens instead
     gpt_fast: str = ""  # with decode: a checkout of gpt-fast to compare with
     kv_length: int = 0  # with decode: also how many sequences of this length fit beside their cache, and their speed
+    shards: str = ""  # a file or folder of shards: measure prepare.py on them instead
+    num_proc: int = 2  # with shards: processes that tokenize
 
 
 def resolved_runs(config):
@@ -91,12 +101,13 @@ def nanogpt_step(config):
     try:
         with contextlib.redirect_stdout(None):
             spec.loader.exec_module(module)
-            model = module.GPT(module.GPTConfig(block_size=config.block_size, vocab_size=50304, n_layer=config.n_layer,
-                                                n_head=config.n_head, n_embd=config.n_embd, dropout=0.0, bias=False))
+            model = module.GPT(module.GPTConfig(
+                block_size=config.block_size, vocab_size=config.vocab_size or 50304, n_layer=config.n_layer,
+                n_head=config.n_head, n_embd=config.n_embd, dropout=0.0, bias=False))
             model.to(config.device)
             optimizer = model.configure_optimizers(config.weight_decay, config.learning_rate, (config.beta1, config.beta2),
                                                    config.device.split(":")[0])
-    except (OSError, AttributeError, TypeError) as e:
+    except (OSError, ImportError, AttributeError, TypeError, SyntaxError) as e:
         raise UserError(f"--nanogpt={config.nanogpt}: expected a checkout of nanoGPT with its model.py ({e})") from None
     forward = torch.compile(model) if config.compile else model
     step = stepper(dataclasses.replace(config, fast=False), model, optimizer,
@@ -110,9 +121,9 @@ def measure(make, config):
     clean()
     device, began = torch.device(config.device), time.perf_counter()
     step, model, flops = make(config)
-    g, times = torch.Generator().manual_seed(config.seed), []
+    g, times, vocab = torch.Generator().manual_seed(config.seed), [], min(50257, config.vocab_size or 50257)
     for i in range(config.warm_steps + config.steps):
-        ids = torch.randint(50257, (config.batch_size, config.block_size + 1), generator=g).to(device)
+        ids = torch.randint(vocab, (config.batch_size, config.block_size + 1), generator=g).to(device)
         wait(device)
         start = time.perf_counter()
         step(ids)
@@ -137,21 +148,21 @@ def best(make, config):
     rows = []
     try:
         sizes = [int(size) for size in config.batch_sizes.split(",")] if config.batch_sizes else [config.batch_size]
+        if min(sizes) < 1:
+            raise ValueError
     except ValueError:
-        raise UserError(f"--batch_sizes={config.batch_sizes}: expected whole numbers, as 16,32") from None
+        raise UserError(f"--batch_sizes={config.batch_sizes}: expected whole numbers above 0, as 16,32") from None
     for size in sizes:
         try:
             rows.append(measure(make, dataclasses.replace(config, batch_size=size)))
         except torch.cuda.OutOfMemoryError:
             print(f"{size} windows do not fit in memory", flush=True)
-    if not rows:
-        raise UserError(f"--batch_size={config.batch_size}: does not fit in memory; lower it")
-    return max(rows, key=lambda r: r["tokens_per_s"])
+    return max(rows, key=lambda r: r["tokens_per_s"], default=None)
 
 
-def training(config):
-    """{name: row} of all that is asked for, printed as they come."""
-    table, jobs, runs = {}, [], resolved_runs(config)
+def training(config, table):
+    """Fills table, {name: row}, with all that is asked for, printed as they come."""
+    jobs, runs = [], resolved_runs(config)
     for name, run in runs:
         jobs += [(name, our_step, run)] + ([(f"{name}, plain", our_step, dataclasses.replace(run, fast=False))] if run.plain
                                            else [])
@@ -160,11 +171,14 @@ def training(config):
     if len(jobs) > 1:
         jobs.append((f"{jobs[0][0]}, again", *jobs[0][1:]))  # how far the card itself drifted meanwhile
     for name, make, run in jobs:
-        table[name] = r = best(make, run)
+        r = best(make, run)
+        if r is None:
+            print(f"{name}: no --batch_size or --batch_sizes fits in memory; left out", flush=True)
+            continue
+        table[name] = r
         first = next(iter(table.values()))
         r["step_ratio"] = first["tokens_per_s"] / r["tokens_per_s"]
         print(line(name, r), flush=True)
-    return table
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -244,8 +258,7 @@ def full_cache(model, config):
     return dict(bytes_of_one=one, sequences=B, tokens_per_s=B / statistics.median(times[3:]))
 
 
-def decoding(config):
-    table = {}
+def decoding(config, table):
     for name, run in resolved_runs(config):
         shape = train.checked_model_config(run, 50304)
         model = GPT(dataclasses.replace(shape, block_size=max(shape.block_size, run.kv_length)), run.seed)
@@ -265,11 +278,55 @@ def decoding(config):
         table["gpt-fast: one prompt, compiled"] = dict(tokens_per_s=gpt_fast(config))
     for what, row in table.items():
         print(line(what, row), flush=True)
-    return table
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Preparing
+
+
+def read_and_encode(paths, name):
+    """All that a process must do to tokenize these shards, and nothing else."""
+    tokenizer = prepare.get_tokenizer(name)
+    for path in paths:
+        for kind, raw, *_ in prepare.read_items(path, tqdm(disable=True)):
+            text = json.loads(raw)["text"] if kind == "json" else raw.decode(errors="replace")
+            tokenizer.encode(text)
+
+
+def preparing(config, table):
+    """Seconds of prepare.py, and of as many bare processes, each with its share of the shards; starting them included."""
+    paths, spawn = prepare.find_files(config.shards), multiprocessing.get_context("spawn")
+    paths.sort(key=os.path.getsize)
+
+    def whole():
+        with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(None):
+            return prepare.prepare(prepare.Config(source=config.shards, out_dir=folder, num_proc=config.num_proc))
+
+    def bare():
+        others = [spawn.Process(target=read_and_encode, args=(paths[i::config.num_proc], meta["tokenizer"]))
+                  for i in range(config.num_proc)]
+        for process in others:
+            process.start()
+        for process in others:
+            process.join()
+        if any(process.exitcode for process in others):
+            raise UserError(f"--shards={config.shards}: a bare process could not read them all: give sound ones, all with text")
+        return meta
+
+    name = f"prepare.py, {config.num_proc} processes"
+    for what, do in ((name, whole), (f"{config.num_proc} bare processes", bare), (f"{name}, again", whole)):
+        began = time.perf_counter()
+        meta = do()
+        seconds = time.perf_counter() - began
+        size = sum(c["bytes"] for splits in meta["sources"].values() for c in splits.values())
+        table[what] = dict(seconds=seconds, bytes_per_s=size / seconds)
+        print(line(what, table[what]), flush=True)
 
 
 def line(name, r):
     """A row of the table as text."""
+    if "seconds" in r:
+        return f"{name:48} {r['seconds']:>10.1f} s  {r['bytes_per_s'] / 1e6:.1f} MB/s of text"
     if "step_ratio" not in r:
         return f"{name:48} {r['tokens_per_s']:>10,.0f} tokens/s" + (
             f"  {r['bytes_of_one']:,} bytes a sequence, {r['sequences']} fit" if "sequences" in r else "")
@@ -281,24 +338,45 @@ def line(name, r):
 
 def main():
     config = configure(Config, sys.argv[1:])
-    at_least(config, 1, "steps", "warm_steps", "micro_steps")
+    at_least(config, 1, "steps", "warm_steps", "micro_steps", "num_proc")
     at_least(config, 0, "decode", "kv_length")
+    if config.shards and config.decode:
+        raise UserError(f"--shards={config.shards}: is for preparing: leave --decode out")
+    kind = "preparing" if config.shards else "decoding" if config.decode else "training"
+    for option, file, of in (("nanogpt", "model.py", "training"), ("plain", "", "training"), ("batch_sizes", "", "training"),
+                             ("gpt_fast", "generate.py", "decoding"), ("kv_length", "", "decoding")):
+        value = getattr(config, option)
+        if value and of != kind:
+            raise UserError(f"--{option}={value}: is for {of}, and these options ask for {kind}")
+        if value and file and not os.path.isfile(os.path.join(value, file)):
+            raise UserError(f"--{option}={value}: expected a checkout with its {file}")
     torch.set_float32_matmul_precision("high")
-    rows = (decoding if config.decode else training)(config)
     resolved = train.resolve(config, train.World())
     card = torch.cuda.get_device_name() if resolved.device.startswith("cuda") else "cpu"
     path = os.path.join(config.out_dir, re.sub(r"[^a-z0-9]+", "-", card.lower()) + ".json")
     os.makedirs(config.out_dir, exist_ok=True)
-    tables = {}
+    tables, rows = {}, {}
     if os.path.exists(path):
-        with open(path, encoding="utf-8") as f:
-            tables = json.load(f)
-    words = [w for w in sys.argv[1:] if not w.startswith("--out_dir")]
-    words = [re.sub(r"^(--(?:nanogpt|gpt_fast))=.*", r"\1=PATH", w) for w in words]
-    tables[" ".join(words)] = dict(device=card, torch=torch.__version__, dtype=resolved.dtype, compile=resolved.compile,
-                                   cores=os.cpu_count(), rows=rows)
-    train.write_json(path, tables)
-    print(f"{card}, torch {torch.__version__}, {resolved.dtype}; wrote {path}")
+        try:
+            with open(path, encoding="utf-8") as f:
+                tables = dict(json.load(f))
+        except (ValueError, TypeError):
+            raise UserError(f"{path}: not written by analysis.bench, or damaged; move it away") from None
+    try:
+        {"training": training, "decoding": decoding, "preparing": preparing}[kind](config, rows)
+    except KeyboardInterrupt:
+        print("stopped; what was measured is kept", file=sys.stderr)
+        sys.exit(130)
+    finally:  # also what was measured before Ctrl-C or an error
+        if rows:
+            words = [w for w in sys.argv[1:] if not w.startswith("--out_dir")]
+            words = [re.sub(r"^(--(?:nanogpt|gpt_fast|shards))=.*", r"\1=PATH", w) for w in words]
+            tables[" ".join(words)] = dict(
+                device=card, torch=torch.__version__, cuda=torch.version.cuda, cudnn=torch.backends.cudnn.version(),
+                triton=kernels.triton and kernels.triton.__version__, dtype=resolved.dtype, compile=resolved.compile,
+                cores=os.cpu_count(), rows=rows)
+            train.write_json(path, tables)
+            print(f"{card}, torch {torch.__version__}, {resolved.dtype}; wrote {path}")
 
 
 if __name__ == "__main__":

@@ -62,9 +62,11 @@ def near(got, want, tolerance):
 
 @pytest.mark.parametrize("rows", [4, 5, 14, 100])
 @pytest.mark.parametrize("vocab", [7, 301])
-def test_loss_equals_cross_entropy(monkeypatch, rows, vocab):
-    """Any number of parts, a last part that is not full, ignored targets, and a loss that is scaled afterwards."""
+@pytest.mark.parametrize("block", [64, kernels.BLOCK])
+def test_loss_equals_cross_entropy(monkeypatch, rows, vocab, block):
+    """Any number of parts and blocks, last ones that are not full, ignored targets, and a loss that is scaled afterwards."""
     monkeypatch.setattr(kernels, "ROWS", rows)
+    monkeypatch.setattr(kernels, "BLOCK", block)
     g = torch.Generator().manual_seed(0)
     x, weight = torch.randn(2, 7, 8, generator=g).to(DEVICE), torch.randn(vocab, 8, generator=g).to(DEVICE)
     targets = torch.randint(vocab, (2, 7), generator=g).to(DEVICE)
@@ -75,9 +77,14 @@ def test_loss_equals_cross_entropy(monkeypatch, rows, vocab):
         near([kernels.head_loss(x, weight, targets)], [model.head_loss(x, weight, targets)], 1e-6)
 
 
-def test_large_logits_neither_overflow_nor_lose_the_target():
+@pytest.mark.parametrize("large, shift", [(3, 0), (30, 0), (3, -2)])
+@pytest.mark.parametrize("block", [16, kernels.BLOCK])
+def test_large_logits_neither_overflow_nor_lose_the_target(monkeypatch, large, shift, block):
+    """One logit of 1200 among zeros, or of -1200 among -2400, in any block."""
+    monkeypatch.setattr(kernels, "BLOCK", block)
     args = torch.full((1, 2, 4), 300.0, device=DEVICE), torch.zeros(40, 4, device=DEVICE), torch.tensor([[3, 5]], device=DEVICE)
-    args[1][3] = 1.0
+    args[1][large] = 1.0
+    args[1].add_(shift)
     near(loss_and_gradients(kernels.head_loss, *args), loss_and_gradients(model.head_loss, *args), 1e-6)
 
 
@@ -100,6 +107,58 @@ def test_split_heads_equals_the_plain_one(heads, head_dim, compiled):
         found.append([*parts.values(), one.grad])
     near(found[1], found[0], 1e-6)
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_each_kernel_rounds_once(dtype):
+    """Computed in float32 and rounded at the end; sources without unit stride are read right."""
+    g = torch.Generator().manual_seed(0)
+    source = (torch.randn(2, 16, 7, 3, generator=g) * 4).to(dtype).to(DEVICE).transpose(1, 3)  # (B, heads, T, hd), hd strided
+    angle = torch.rand(7, 8, generator=g).to(DEVICE) * 6
+    to = torch.empty(2, 3, 7, 16, dtype=dtype, device=DEVICE)
+    kernels.turn(source, to, angle.cos(), angle.sin(), 1)
+    near([to], [model.rotate(source, (angle.cos(), angle.sin()))], 1e-6 if dtype == torch.float32 else 6e-3)
+    logits, targets = (torch.randn(3, 301, generator=g) * 4).to(dtype).to(DEVICE), torch.tensor([5, -100, 300], device=DEVICE)
+    found, losses, want = logits.clone(), torch.empty(3, device=DEVICE), logits.double().requires_grad_()
+    kernels.loss_and_grads(found, targets, losses, torch.tensor(0.25, device=DEVICE), True)
+    each = F.cross_entropy(want, targets, reduction="none")
+    (each.sum() * 0.25).backward()
+    near([losses, found], [each.detach(), want.grad], 1e-6 if dtype == torch.float32 else 5e-3)
+    y, grad = ((torch.randn(3, n, generator=g) * 4).to(dtype).to(DEVICE) for n in (2 * 300, 300))
+    found, want = torch.empty_like(y), y.double().requires_grad_()
+    kernels.swiglu_grad(y, grad, found)
+    model.swiglu(want).backward(grad.double())
+    near([found], [want.grad], 1e-6 if dtype == torch.float32 else 5e-3)
+
+
+@pytest.mark.skipif(not (CUDA or os.environ.get("TRITON_INTERPRET")), reason="of the kernels themselves")
+def test_offsets_beyond_31_bits():
+    """Rows that begin more than 2^31 elements behind the first; of the memory only the rows' own pages are used on a CPU."""
+    far = torch.empty((1 << 31) + 64, dtype=torch.bfloat16, device=DEVICE)
+    logits, targets = far.as_strided((3, 7), (1 << 30, 1)), torch.tensor([1, 2, 6], device=DEVICE)
+    logits.copy_(torch.arange(21).view(3, 7))
+    losses, want = torch.empty(3, device=DEVICE), F.cross_entropy(logits.float(), targets, reduction="none")
+    kernels.loss_and_grads(logits, targets, losses, torch.ones((), device=DEVICE), False)
+    near([losses], [want], 1e-6)
+    for tokens, batch in ((3, 1), (1, 3)):
+        source = far.as_strided((batch, 1, tokens, 4), (1 << 30, 4, 1 << 30, 1))
+        source.copy_(torch.arange(12).view(batch, 1, tokens, 4))
+        to, angle = torch.zeros(source.shape, dtype=far.dtype, device=DEVICE), torch.zeros(tokens, 2, device=DEVICE)
+        kernels.turn(source, to, angle.cos(), angle.sin(), 0)
+        assert torch.equal(to, source.contiguous())
+
+
+@pytest.mark.parametrize("fast, dtype, used, stream", [
+    (True, "bfloat16", True, torch.bfloat16), (True, "float32", True, None), (True, "float16", False, None),
+    (False, "bfloat16", False, None)])
+def test_which_runs_take_the_fast_paths(monkeypatch, fast, dtype, used, stream):
+    monkeypatch.setattr(train.GPT, "to", lambda self, device: self)
+    monkeypatch.setattr(kernels, "triton", kernels.triton or sys)
+    shape = model.GPTConfig(vocab_size=8, n_layer=2, n_head=2, n_embd=8)
+    m = train.build(train.Config(device="cuda", dtype=dtype, fast=fast), shape)
+    seams = [m.head_loss is kernels.head_loss, *(b.attn.split_heads is kernels.split_heads for b in m.transformer.h),
+             *(b.mlp.swiglu == kernels.SwiGLU.apply for b in m.transformer.h)]
+    assert seams == [used] * 5 and m.stream_dtype == stream
 
 
 @pytest.mark.parametrize("width", [4, 56, 2100])
@@ -139,7 +198,7 @@ def test_a_model_with_fast_paths_has_equal_loss_and_gradients(monkeypatch, optio
 
 
 @pytest.mark.skipif(not CUDA, reason="needs CUDA")
-def test_bfloat16_is_as_exact_as_the_plain_path():
+def test_bfloat16_is_as_exact_as_the_plain_path(monkeypatch):
     """On a shape of real size: both differ from float64 by bfloat16's rounding, and by about as much."""
     g = torch.Generator().manual_seed(0)
     x, weight = torch.randn(4, 3000, 128, generator=g).cuda(), torch.randn(50304, 128, generator=g).cuda() * 0.3
@@ -148,6 +207,12 @@ def test_bfloat16_is_as_exact_as_the_plain_path():
     with torch.autocast("cuda", torch.bfloat16):
         for f in (model.head_loss, kernels.head_loss):
             near(loss_and_gradients(f, x, weight, targets), want, 8e-3)
+        monkeypatch.setattr(kernels, "ROWS", 2000)  # six parts, the logits of one at a time: 0.2 of 1.2 GB
+        near(loss_and_gradients(kernels.head_loss, x, weight, targets), want, 8e-3)
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        loss_and_gradients(kernels.head_loss, x, weight, targets)
+        assert torch.cuda.max_memory_allocated() - before < 6e8
 
 
 @pytest.mark.skipif(not CUDA, reason="needs CUDA")

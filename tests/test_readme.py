@@ -139,14 +139,26 @@ def test_performance_blocks_are_the_measured_ones():
 
 @pytest.mark.parametrize("batch, words", [("paper", "the paper's batch"), ("one", "one micro-step")])
 def test_speed_on_several_gpus_is_the_measured_one(batch, words):
-    """Medians of the logs' tokens/s, from the fifth iteration on."""
+    """Medians of the logs' tokens/s, from the eleventh iteration on: the console lines after the one with the warm-up."""
     row = next(line for line in PERFORMANCE.splitlines() if line.startswith(f"| {words}"))
     speeds = []
     for n in (1, 2, 4):
         steps, _ = train.read_log(os.path.join(REPO, "results", "ddp", f"82M_{n}_{batch}"))
-        speeds.append(statistics.median(s["tokens_per_s"] for i, s in steps.items() if i >= 4))
+        speeds.append(statistics.median(s["tokens_per_s"] for i, s in steps.items() if i >= 10))
         share = "" if n == 1 else f" ({speeds[-1] / speeds[0] / n:.1%})".replace("%", " %")
         assert f"| {speeds[-1]:,.0f}{share} |" in row
+
+
+def test_speed_and_waiting_of_whole_runs_are_the_logged_ones():
+    line = re.search(r"^\* Whole training runs(.|\n  )*", PERFORMANCE, flags=re.M)[0]
+    speeds, waits = [], []
+    for system in ("vanilla", "identity", "svformer"):
+        steps, _ = train.read_log(os.path.join(REPO, "results", "family", system, "seed1337"))
+        speeds.append(statistics.median(s["tokens_per_s"] for s in steps.values()))
+        waits.append([s["data_wait"] for s in steps.values()])
+    assert [int(x.replace(",", "")) for x in re.findall(r"\d,\d{3},\d{3}", line)] == [round(s) for s in speeds]
+    mean, most = max(statistics.fmean(w) for w in waits), max(max(w) for w in waits)
+    assert f"waited for {mean * 100:.2f} % of the time, and {most * 100:.2f} % in" in line
 
 
 def test_systems_table_is_the_measured_one():

@@ -402,6 +402,11 @@ def test_compiled_steps_give_the_uncompiled_tokens(system, monkeypatch):
         plain, compiled = (m.generate(x, 24, lengths=[1, 4, 6], compile=c, **how) for c in (False, True))
         assert torch.equal(plain, compiled)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+    # the window moves past the shorter prompt's padding midway: a graph with padding, then one without
+    half = m.config.block_size // 2
+    x = ids(2, half + 2)
+    plain, compiled = (m.generate(x, 3 * half, lengths=[1, half + 2], temperature=0, compile=c) for c in (False, True))
+    assert torch.equal(plain, compiled)
     torch._dynamo.reset()
 
 

@@ -1597,12 +1597,17 @@ def test_a_list_that_never_had_a_finite_loss_still_ends_in_a_line(data, capsys, 
     assert "in a row" in refused(capsys, "runs.py", f"--data={data}", "--out_dir=s", "--max_bad_steps=3")
 
 
-def test_nothing_is_compiled_again_within_a_run(data, monkeypatch):
-    """One graph for training and one for evaluation, whatever the bins' last, partial batches; none for a list's texts."""
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs CUDA"))])
+def test_nothing_is_compiled_again_within_a_run(data, monkeypatch, device):
+    """One graph for training and one for evaluation, whatever the bins' last, partial batches, and whatever is sampled then."""
     real = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda module: real(module, backend="eager"))
+    if device == "cpu":  # on CUDA the real backend, with the fast paths
+        monkeypatch.setattr(torch, "compile", lambda module: real(module, backend="eager"))
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    assert not go(f"--data={data}", "--compile=True", "--out_dir=run", "--eval_iters=3", "--max_iters=6")
+    Path("runs.py").write_text("runs = {'a': {}}\n")
+    assert not go("runs.py", f"--data={data}", "--compile=True", "--out_dir=run", "--eval_iters=3", "--max_iters=6",
+                  "--eval_interval=2", "--sample_tokens=5", f"--device={device}")
     stats = torch._dynamo.utils.counters
     assert stats["stats"]["unique_graphs"] == 2 and not stats["graph_break"], dict(stats)

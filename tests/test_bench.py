@@ -1,0 +1,132 @@
+"""analysis.bench: its tables at tiny size, its record, and what it refuses. test_readme.py has the figures."""
+import json
+
+import pytest
+from test_curve_analyses import run_command
+
+from analysis import bench
+
+TINY = ("--n_layer=2 --n_head=2 --n_embd=16 --block_size=8 --batch_size=2 --vocab_size=64 --steps=1 --warm_steps=1 "
+        "--device=cpu").split()
+NANOGPT = '''
+import dataclasses, torch
+from torch import nn
+@dataclasses.dataclass
+class GPTConfig:
+    block_size: int; vocab_size: int; n_layer: int; n_head: int; n_embd: int; dropout: float; bias: bool
+class GPT(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        assert config.vocab_size == 64
+        self.transformer = nn.ModuleDict(dict(wte=nn.Embedding(config.vocab_size, config.n_embd),
+                                              wpe=nn.Embedding(config.block_size, config.n_embd)))
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+    def forward(self, ids, targets):
+        logits = self.lm_head(self.transformer.wte(ids))
+        return logits, nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    def configure_optimizers(self, decay, rate, betas, device):
+        return torch.optim.AdamW(self.parameters(), rate, betas, weight_decay=decay)
+'''
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(bench.torch, "set_float32_matmul_precision", lambda how: None)
+
+
+def record():
+    return json.loads(open("b/cpu.json", encoding="utf-8").read())
+
+
+def test_training_beside_the_plain_path_and_a_peer(tmp_path, capsys, monkeypatch):
+    (tmp_path / "peer").mkdir()
+    (tmp_path / "peer/model.py").write_text(NANOGPT)
+    (tmp_path / "two.py").write_text("runs = {'a': {}, 'b': {'value_residual': True}}\n")
+    args = ["two.py", *TINY, "--plain=True", "--nanogpt=peer", "--batch_sizes=1,2", "--out_dir=b"]
+    for _ in range(2):  # the second time into the same record
+        code, out, err = run_command(bench, capsys, monkeypatch, *args)
+        assert code == 0, err
+    (key, table), = record().items()
+    assert "--nanogpt=PATH" in key and "b/" not in key and table["torch"] and table["device"] == "cpu"
+    assert list(table["rows"]) == ["a", "a, plain", "b", "b, plain", "nanoGPT", "a, again"]
+    for name, r in table["rows"].items():
+        assert r["tokens_per_s"] > 0 and r["batch_size"] in (1, 2) and bench.line(name, r) in out
+
+
+def test_decoding(capsys, monkeypatch):
+    code, out, err = run_command(bench, capsys, monkeypatch, *TINY, "--decode=3", "--out_dir=b", "--vocab_size=0")
+    assert code == 0, err
+    assert [n for t in record().values() for n in t["rows"]] == ["ours: one prompt", "ours: one prompt, no cache"]
+
+
+def test_preparing(tmp_path, capsys, monkeypatch):
+    (tmp_path / "shards").mkdir()
+    for i in range(3):
+        lines = [json.dumps({"text": f"text {i} {j} " * 50, "meta": {"redpajama_set_name": "RedPajamaC4"}}) for j in range(200)]
+        (tmp_path / f"shards/{i}.jsonl").write_text("\n".join(lines) + "\n")
+    monkeypatch.setattr(bench.prepare, "Config", lambda **k: prepare_config(tokenizer="bytes", **k))
+    code, out, err = run_command(bench, capsys, monkeypatch, *TINY, "--shards=shards", "--out_dir=b")
+    assert code == 0, err
+    (key, table), = record().items()
+    assert "--shards=PATH" in key
+    assert list(table["rows"]) == ["prepare.py, 2 processes", "2 bare processes", "prepare.py, 2 processes, again"]
+    size = sum(len(f"text {i} {j} " * 50) for i in range(3) for j in range(200))
+    for r in table["rows"].values():
+        assert r["bytes_per_s"] * r["seconds"] == pytest.approx(size)
+
+
+prepare_config = bench.prepare.Config
+
+
+@pytest.mark.parametrize("args, words", [
+    (["--gpt_fast=x"], "--gpt_fast=x: is for decoding"), (["--kv_length=9"], "--kv_length=9: is for decoding"),
+    (["--decode=2", "--plain=True"], "--plain=True: is for training"), (["--decode=2", "--nanogpt=x"], "is for training"),
+    (["--shards=x", "--decode=2"], "leave --decode out"), (["--shards=nowhere"], "nowhere"),
+    (["--shards=x", "--batch_sizes=2"], "is for training"), (["--nanogpt=nowhere"], "expected a checkout with its model.py"),
+    (["--decode=2", "--gpt_fast=nowhere"], "expected a checkout with its generate.py"),
+    (["--nanogpt=bad"], "--nanogpt=bad: expected a checkout of nanoGPT"), (["--batch_sizes=0"], "--batch_sizes=0"),
+    (["--batch_sizes=2,a"], "--batch_sizes=2,a"), (["--steps=0"], "--steps=0"), (["--out_dir=broken"], "broken/cpu.json: not"),
+    (["--out_dir=list"], "list/cpu.json: not")])
+def test_refused_with_one_line_before_anything_is_measured(args, words, tmp_path, capsys, monkeypatch):
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad/model.py").write_text("import no_such_module\n")
+    for name, text in (("broken", "{"), ("list", "[1]")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "cpu.json").write_text(text)
+    if args != ["--nanogpt=bad"]:
+        monkeypatch.setattr(bench, "measure", lambda *a: pytest.fail("measured first"))
+    out_dir = [] if "out_dir" in args[0] else ["--out_dir=b"]
+    code, _, err = run_command(bench, capsys, monkeypatch, *TINY, *out_dir, *args)
+    assert code == 2 and words in err and "Traceback" not in err
+    assert (tmp_path / "broken/cpu.json").read_text() == "{"
+
+
+def test_rows_that_do_not_fit_are_left_out(capsys, monkeypatch):
+    real = bench.measure
+
+    def measure(make, config):
+        if not config.value_residual:
+            raise bench.torch.cuda.OutOfMemoryError
+        return real(make, config)
+    monkeypatch.setattr(bench, "measure", measure)
+    with open("two.py", "w") as f:
+        f.write("runs = {'a': {}, 'b': {'value_residual': True}}\n")
+    code, out, _ = run_command(bench, capsys, monkeypatch, "two.py", *TINY, "--out_dir=b")
+    assert code == 0 and "a: no --batch_size or --batch_sizes fits in memory; left out" in out
+    assert [n for t in record().values() for n in t["rows"]] == ["b"]
+
+
+def test_interrupted_it_keeps_what_was_measured(capsys, monkeypatch):
+    real = bench.measure
+
+    def measure(make, config):
+        if config.value_residual:
+            raise KeyboardInterrupt
+        return real(make, config)
+    monkeypatch.setattr(bench, "measure", measure)
+    with open("two.py", "w") as f:
+        f.write("runs = {'a': {}, 'b': {'value_residual': True}}\n")
+    code, _, err = run_command(bench, capsys, monkeypatch, "two.py", *TINY, "--out_dir=b")
+    assert code == 130 and "what was measured is kept" in err
+    assert [n for t in record().values() for n in t["rows"]] == ["a"]
