@@ -137,6 +137,14 @@ def test_performance_blocks_are_the_measured_ones():
     assert f"{cached:.1f} against {uncached:.2f} tokens/s" in PERFORMANCE and f"{cached / uncached:.0f} times" in PERFORMANCE
 
 
+def test_preparing_is_the_measured_one():
+    rows = measured("cpu.json")["--shards=PATH --num_proc=2"]["rows"]
+    first, bare, again = (r["seconds"] for r in rows.values())
+    text = " ".join(PERFORMANCE.split())
+    assert f"{first:.1f} s and again {again:.1f} s" in text and f"each took {bare:.1f} s" in text
+    assert f"prepare.py has {bare / (first + again) * 2:.0%} of their speed".replace("%", " %") in text
+
+
 @pytest.mark.parametrize("batch, words", [("paper", "the paper's batch"), ("one", "one micro-step")])
 def test_speed_on_several_gpus_is_the_measured_one(batch, words):
     """Medians of the logs' tokens/s, from the eleventh iteration on: the console lines after the one with the warm-up."""
