@@ -55,7 +55,7 @@ def test_training_beside_the_plain_path_and_a_peer(tmp_path, capsys, monkeypatch
 
 
 def test_decoding(capsys, monkeypatch):
-    code, out, err = run_command(bench, capsys, monkeypatch, *TINY, "--decode=3", "--out_dir=b", "--vocab_size=0")
+    code, out, err = run_command(bench, capsys, monkeypatch, *TINY, "--decode=3", "--out_dir=b", "--block_size=32")
     assert code == 0, err
     assert [n for t in record().values() for n in t["rows"]] == ["ours: one prompt", "ours: one prompt, no cache"]
 
