@@ -195,6 +195,11 @@ class SwiGLU(torch.autograd.Function):
         return unswiglu_op(ctx.saved_tensors[0], grad)
 
 
+def swiglu(y):
+    """model.swiglu, with its gradient in one kernel. A function: torch 2.11 compiles no module that holds an apply."""
+    return SwiGLU.apply(y)
+
+
 def loss_and_grads(logits, targets, losses, scale, grads):
     """losses (N,) of logits (N, V), and with grads the logits' gradients times scale (0-d) in their place."""
     loss_kernel[(logits.size(0),)](logits, logits.stride(0), targets, losses, scale, logits.size(1), grads, BLOCK=BLOCK,
