@@ -137,6 +137,37 @@ def test_performance_blocks_are_the_measured_ones():
     assert f"{cached:.1f} against {uncached:.2f} tokens/s" in PERFORMANCE and f"{cached / uncached:.0f} times" in PERFORMANCE
 
 
+def test_ratios_are_those_of_the_blocks():
+    """A column for each card, from the table of its kind: the plain variant and nanoGPT at both sizes, and the mixing."""
+    cards = [measured(f"nvidia-{name}.json") for name in ("h200", "h200-second", "h100-80gb-hbm3")]
+
+    def rows(card, start, word):
+        return next(t["rows"] for command, t in card.items() if command.startswith(start) and word in command)
+    for size in ("82M", "468M"):
+        tables = [rows(card, f"config/{size}.py --plain", "--nanogpt") for card in cards]
+        for what, key, other in (("tokens/s of the plain variant's", "tokens_per_s", "ours, plain"),
+                                 ("MFU of nanoGPT's", "mfu", "nanoGPT")):
+            assert f"| {size}: {what} | " + " | ".join(f"{t['ours'][key] / t[other][key]:.2f} ×" for t in tables) in PERFORMANCE
+    tables = [rows(card, "config/82M.py config/systems.py", "") for card in cards]
+    for system in ("identity", "learnable", "plus", "svformer"):
+        assert f"| {system}: step time over vanilla's | " + " | ".join(
+            f"{(t[system]['step_ratio'] - 1) * 100:+.1f} %" for t in tables) in PERFORMANCE
+    full = rows(cards[2], "config/82M.py --plain", "")["ours"]["mfu"]
+    kept = [rows(cards[2], f"config/82M.py --block_size={n} ", "")["ours"]["mfu"] / full for n in (8192, 32000, 64000)]
+    assert "82M keeps {:.0f}, {:.0f} and {:.0f} % of the H100's MFU".format(*(x * 100 for x in kept)) in PERFORMANCE
+
+
+def test_fast_and_plain_losses_are_the_logged_ones():
+    logs = [train.read_log(os.path.join(REPO, "results", "fast", name)) for name in ("fast", "plain")]
+    fast, plain = ([steps[i]["loss"] for i in range(200)] for steps, _ in logs)
+    apart = [a - b for a, b in zip(fast, plain)]
+    text = " ".join(PERFORMANCE.split())
+    assert f"within {max(map(abs, apart)):.3f} of the plain ones' at every iteration" in text
+    assert f"{statistics.fmean(apart[-50:]):.3f} above on average over the last 50, where" in text
+    assert f"where it is {statistics.fmean(fast[-50:]):.2f};" in text
+    assert "validation {:.3f} against {:.3f}".format(*(evals[200]["val_mean"] for _, evals in logs)) in text
+
+
 def test_preparing_is_the_measured_one():
     rows = measured("cpu.json")["--shards=PATH --num_proc=2"]["rows"]
     first, bare, again = (r["seconds"] for r in rows.values())
