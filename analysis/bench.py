@@ -175,10 +175,8 @@ def training(config, table):
         if r is None:
             print(f"{name}: no --batch_size or --batch_sizes fits in memory; left out", flush=True)
             continue
-        table[name] = r
-        first = next(iter(table.values()))
-        r["step_ratio"] = first["tokens_per_s"] / r["tokens_per_s"]
-        print(line(name, r), flush=True)
+        r["step_ratio"] = next(iter(table.values()), r)["tokens_per_s"] / r["tokens_per_s"]
+        add(table, name, r)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -269,15 +267,13 @@ def decoding(config, table):
             rows = {k: v for k, v in rows.items() if "compiled" not in k}
         for what, args in rows.items():
             clean()
-            table[f"{name}: {what}"] = dict(tokens_per_s=generation(model, run, args[0], *args[1:]))
+            add(table, f"{name}: {what}", dict(tokens_per_s=generation(model, run, args[0], *args[1:])))
         if run.kv_length and run.device.startswith("cuda"):
-            table[f"{name}: cache of {run.kv_length} tokens"] = full_cache(model, run)
+            add(table, f"{name}: cache of {run.kv_length} tokens", full_cache(model, run))
         del model
         clean()
     if config.gpt_fast:
-        table["gpt-fast: one prompt, compiled"] = dict(tokens_per_s=gpt_fast(config))
-    for what, row in table.items():
-        print(line(what, row), flush=True)
+        add(table, "gpt-fast: one prompt, compiled", dict(tokens_per_s=gpt_fast(config)))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -319,8 +315,12 @@ def preparing(config, table):
         meta = do()
         seconds = time.perf_counter() - began
         size = sum(c["bytes"] for splits in meta["sources"].values() for c in splits.values())
-        table[what] = dict(seconds=seconds, bytes_per_s=size / seconds)
-        print(line(what, table[what]), flush=True)
+        add(table, what, dict(seconds=seconds, bytes_per_s=size / seconds))
+
+
+def add(table, name, row):
+    table[name] = row
+    print(line(name, row), flush=True)
 
 
 def line(name, r):
