@@ -362,6 +362,8 @@ def main():
     if changed and not runs:
         raise UserError(f"--{changed[0]}={getattr(config, changed[0])}: is about runs; without any, the paper's Table 5 is "
                         "worked through")
+    if not runs and not config.out_dir:
+        config.out_dir = os.path.join("out", "scaling")
     comparisons = from_runs(config, runs) if runs else table_5()
     if not comparisons:
         print("nothing to fit: it takes a baseline and another system, both at two sizes or more, or at two numbers of tokens")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import train
-from analysis import common, lambdas, relative_loss, scaling
+from analysis import common, kv_cache, lambdas, relative_loss, scaling
 from configurator import UserError, command
 
 
@@ -289,6 +289,15 @@ def test_table_5(capsys, monkeypatch, tmp_path):
         assert result["interval_95"] is None and result["interval_from"] == "range over fits only"
     assert "10.3%" in out and "range over fits only" in out and out.splitlines()[-1].startswith("no 95 % interval where")
     assert total["range"] == pytest.approx([0.103, 0.130], abs=0.001)
+
+
+@pytest.mark.parametrize("module", [scaling, kv_cache], ids=["scaling", "kv_cache"])
+def test_without_runs_nothing_is_left_beside_the_code(module, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    name = module.__name__.split(".")[1]
+    assert run_command(module, capsys, monkeypatch)[0] == 0
+    found = sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*.*"))
+    assert found == [f"out/{name}/{name}.{ending}" for ending in ("json", "png")]
 
 
 def points(x, y):
