@@ -18,7 +18,8 @@ ROWS = 8192  # positions whose logits exist at a time: 0.8 GB in bfloat16 with g
 
 if triton:
     @triton.jit
-    def loss_kernel(logits, stride, targets, losses, scale, V, GRADS: tl.constexpr, BLOCK: tl.constexpr):
+    def loss_kernel(logits, stride, targets, losses, scale, V, GRADS: tl.constexpr, BLOCK: tl.constexpr,
+                    LOG2E: tl.constexpr = 1.4426950408889634):
         """
         One row of logits per program: its cross-entropy, and with GRADS scale * (softmax - one-hot) in the logits' place.
         The row is read twice, the second time from the cache, and written once.
@@ -39,19 +40,20 @@ if triton:
         high = tl.full((BLOCK // 8,), -1e30, tl.float32)
         total = tl.zeros((BLOCK // 8,), tl.float32)
         for start in range(0, V, BLOCK):
-            x = tl.load(logits + start + eight, mask=start + eight < V, other=-1e30).to(tl.float32) * 1.4426950408889634
+            x = tl.load(logits + start + eight, mask=start + eight < V, other=-1e30).to(tl.float32)
             higher = tl.maximum(high, tl.max(x, 1))
-            total = total * tl.exp2(high - higher) + tl.sum(tl.exp2(x - higher[:, None]), 1)
+            total = total * tl.exp2((high - higher) * LOG2E) + tl.sum(tl.exp2((x - higher[:, None]) * LOG2E), 1)
             high = higher
         top = tl.max(high, 0)
-        rest = tl.log2(tl.sum(total * tl.exp2(high - top), 0))  # apart from top, which may be large, and in bits like it
-        tl.store(losses + row, (top - at_target * 1.4426950408889634 + rest) * 0.6931471805599453)
+        rest = tl.log2(tl.sum(total * tl.exp2((high - top) * LOG2E), 0))  # apart from top, which may be large
+        tl.store(losses + row, top - at_target + rest / LOG2E)
         if GRADS:
             factor = tl.load(scale)
             for start in range(0, V, BLOCK):
                 at = start + lanes
-                x = tl.load(logits + at, mask=at < V, other=0.0).to(tl.float32) * 1.4426950408889634
-                tl.store(logits + at, (tl.exp2(x - top - rest) - tl.where(at == target, 1.0, 0.0)) * factor, mask=at < V)
+                x = tl.load(logits + at, mask=at < V, other=0.0).to(tl.float32)
+                softmax = tl.exp2((x - top) * LOG2E - rest)
+                tl.store(logits + at, (softmax - tl.where(at == target, 1.0, 0.0)) * factor, mask=at < V)
 
     @triton.jit
     def turn_kernel(source, sb, sh, st, to, tb, th, tt, cos, sin, T, HEADS, SIGN: tl.constexpr, HALF: tl.constexpr,

@@ -132,6 +132,19 @@ def test_each_kernel_rounds_once(dtype):
     near([found], [want.grad], 1e-6 if dtype == torch.float32 else 5e-3)
 
 
+@pytest.mark.parametrize("offset", [-3000.0, 0.0, 3000.0])
+@pytest.mark.parametrize("block", [64, kernels.BLOCK])
+def test_a_common_offset_of_logits_costs_no_digits(monkeypatch, offset, block):
+    monkeypatch.setattr(kernels, "BLOCK", block)
+    logits = (torch.randn(5, 301, generator=torch.Generator().manual_seed(0)) * 3 + offset).to(DEVICE)
+    targets, losses = torch.tensor([0, 5, 63, 64, 300], device=DEVICE), torch.empty(5, device=DEVICE)
+    want = logits.double().requires_grad_()
+    each = F.cross_entropy(want, targets, reduction="none")
+    each.sum().backward()
+    kernels.loss_and_grads(logits, targets, losses, torch.ones((), device=DEVICE), True)
+    near([losses, logits], [each.detach(), want.grad], 1e-6)
+
+
 @pytest.mark.skipif(not (CUDA or os.environ.get("TRITON_INTERPRET")), reason="of the kernels themselves")
 def test_offsets_beyond_31_bits():
     """Rows that begin more than 2^31 elements behind the first; of the memory only the rows' own pages are used on a CPU."""
