@@ -42,13 +42,14 @@ def checked(run):
 
 
 # what is no part of a system, beside train.comparable, which is of the data and the schedule
-SHAPE = "vocab_size", "n_layer", "n_head", "n_embd", "n_ffn", "dropout", "rope_theta", "qk_norm", "scaled_init"
+STRONGER = "qk_norm", "scaled_init"  # options of a stronger baseline
+MODEL = *scaling.SHAPE, "dropout", "rope_theta", *STRONGER
 OPTIMIZER = "weight_decay", "beta1", "beta2", "grad_clip", "dtype"
 
 
 def alike(run):
     """What must be equal for a difference of two runs' losses to be the system's alone."""
-    return {**run.config["comparable"], **{k: getattr(run.shape, k) for k in SHAPE},
+    return {**run.config["comparable"], **{k: getattr(run.shape, k) for k in MODEL},
             **{k: run.config.get(k) for k in OPTIMIZER}}
 
 

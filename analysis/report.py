@@ -37,6 +37,7 @@ from analysis.records import (
     PAPER_PARAMETERS,
     PAPER_SAVING,
     PAPER_TOKENS,
+    STRONGER,
     Records,
     alike,
     billions,
@@ -267,9 +268,9 @@ def data_saving(records):
         base, own = ([statistics.fmean(records.at(s, t)[seed].end["val_mean"] for seed in seeds) for t in budgets]
                      for s in ("vanilla", system))
         series["vanilla"], series[system] = [(budgets, base)], [(budgets, own)]
+        half = unpaired(records, len(seeds))
         numbers[system] = {"seeds": sorted(seeds), "budgets": [
-            {"tokens": t, "loss": loss, **horizontal(budgets, own, t, loss, unpaired(records, len(seeds)))}
-            for t, loss in zip(budgets, base)]}
+            {"tokens": t, "loss": loss, **horizontal(budgets, own, t, loss, half)} for t, loss in zip(budgets, base)]}
         rows += [[system, billions(b["tokens"]), number(b["loss"]), scaling.percent(b["saving"]) + "*" * b["extrapolated"],
                   bracket(b["interval_95"], scaling.percent).strip() or "-", len(seeds)] for b in numbers[system]["budgets"]]
     if not rows:
@@ -502,13 +503,9 @@ def lengths(records):
                         x="iteration", y=UNIT, zero=True, title=f"{system} by length, moving average")] if curves else []
     return compared(
         records, "lengths", "Lengths", "length", {"training curve reaches vanilla's": crossing},
-        ["Where SVFormer's smoothed training difference first comes up through zero (paper: always, later if longer); "
-         "extrapolated by a line through the last half of the curve where it does not."], panels,
+        ["Where SVFormer's smoothed training difference first comes up through zero (paper: always, later if longer)."], panels,
         "Below zero: ahead of vanilla on the same batches. Lines: mean over seeds; bands: lowest to highest",
         {"critical": points})
-
-
-STRONGER = "qk_norm", "scaled_init"  # options of a stronger baseline
 
 
 def rates(records):

@@ -102,31 +102,25 @@ def test_refused_with_one_line_before_anything_is_measured(args, words, tmp_path
     assert (tmp_path / "broken/cpu.json").read_text() == "{"
 
 
-def test_rows_that_do_not_fit_are_left_out(capsys, monkeypatch):
-    real = bench.measure
-
-    def measure(make, config):
-        if not config.value_residual:
-            raise bench.torch.cuda.OutOfMemoryError
+def two_runs(capsys, monkeypatch, fails, error):
+    """A list of a and b (with a value residual), of which the one that fails(config) raises error when it is measured."""
+    def measure(make, config, real=bench.measure):
+        if fails(config):
+            raise error
         return real(make, config)
     monkeypatch.setattr(bench, "measure", measure)
     with open("two.py", "w") as f:
         f.write("runs = {'a': {}, 'b': {'value_residual': True}}\n")
-    code, out, _ = run_command(bench, capsys, monkeypatch, "two.py", *TINY, "--out_dir=b")
+    return run_command(bench, capsys, monkeypatch, "two.py", *TINY, "--out_dir=b")
+
+
+def test_rows_that_do_not_fit_are_left_out(capsys, monkeypatch):
+    code, out, _ = two_runs(capsys, monkeypatch, lambda c: not c.value_residual, bench.torch.cuda.OutOfMemoryError)
     assert code == 0 and "a: no --batch_size or --batch_sizes fits in memory; left out" in out
     assert [n for t in record().values() for n in t["rows"]] == ["b"]
 
 
 def test_interrupted_it_keeps_what_was_measured(capsys, monkeypatch):
-    real = bench.measure
-
-    def measure(make, config):
-        if config.value_residual:
-            raise KeyboardInterrupt
-        return real(make, config)
-    monkeypatch.setattr(bench, "measure", measure)
-    with open("two.py", "w") as f:
-        f.write("runs = {'a': {}, 'b': {'value_residual': True}}\n")
-    code, _, err = run_command(bench, capsys, monkeypatch, "two.py", *TINY, "--out_dir=b")
+    code, _, err = two_runs(capsys, monkeypatch, lambda c: c.value_residual, KeyboardInterrupt)
     assert code == 130 and "what was measured is kept" in err
     assert [n for t in record().values() for n in t["rows"]] == ["a"]
