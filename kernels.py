@@ -1,7 +1,10 @@
 """
-Fast paths of training on CUDA. Each has an equal plain path in model.py, to which tests hold it; nothing here changes what is
-computed, only how often memory is read. (--fast=True also keeps the residual stream in bfloat16: train.build does that.)
+Fast paths of training and decoding on CUDA. Each has an equal plain path in model.py, to which tests hold it; nothing here
+changes what is computed, only how often memory is read. (--fast=True also keeps the residual stream in bfloat16: train.build does
+that.)
 """
+import math
+
 import torch
 from torch import Tensor
 
@@ -15,6 +18,7 @@ except ImportError:  # builds of torch without CUDA come without it
 
 BLOCK, WARPS = 8192, 32  # logits at a time and warps of one row's program
 ROWS = 8192  # positions whose logits exist at a time: 0.8 GB in bfloat16 with gpt2's vocabulary
+SHARE = 512  # decoding: cached tokens for one program, where there are more programs to run than a GPU has processors for
 
 if triton:
     @triton.jit
@@ -91,6 +95,50 @@ if triton:
             s = 1 / (1 + tl.exp(-gate))
             tl.store(to + j, g * up * s * (1 + gate * (1 - s)), mask=j < F)
             tl.store(to + F + j, g * gate * s, mask=j < F)
+
+    @triton.jit
+    def attend_kernel(q, qb, qh, k, kb, kh, v, vb, vh, keys, values, mask, mb, at, out, weight, size, scale, HEADS, GROUP,
+                      HD: tl.constexpr, PADDED: tl.constexpr, TOKENS: tl.constexpr, KEEP_K: tl.constexpr, KEEP_V: tl.constexpr):
+        """
+        One query's attention to a part of the cached tokens before column `at`, and in part 0 to the new one's k and v, which
+        KEEP_K and KEEP_V also write there. A program per (head, part, sequence); out: its mean of values, weight: the
+        logarithm of its sum of exponentials. GROUP query heads share a key head; TOKENS columns at a time.
+        """
+        head, part, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+        parts, own, d = tl.num_programs(1), head // GROUP, tl.arange(0, PADDED)
+        new, inside = tl.load(at).to(tl.int32), d < HD
+        query = tl.load(q + b * qb + head * qh + d, mask=inside, other=0).to(tl.float32) * scale
+        k_new = tl.load(k + b * kb + own * kh + d, mask=inside, other=0)
+        v_new = tl.load(v + b * vb + own * vh + d, mask=inside, other=0)
+        row = (b * (HEADS // GROUP) + own) * size * HD
+        if part == 0 and head % GROUP == 0:
+            if KEEP_K:
+                tl.store(keys + row + new.to(tl.int64) * HD + d, k_new, mask=inside)
+            if KEEP_V:
+                tl.store(values + row + new.to(tl.int64) * HD + d, v_new, mask=inside)
+        share = tl.cdiv(new, parts)
+        end = tl.minimum(part * share + share, new)
+        # part 0 begins with the new token, which no program reads from the cache, since another may be writing it
+        high = tl.where(part == 0, tl.sum(query * k_new.to(tl.float32), 0), -1e30)
+        total = tl.where(part == 0, 1.0, 0.0)
+        mean = v_new.to(tl.float32) * total
+        for start in range(part * share, end, TOKENS):
+            j = start + tl.arange(0, TOKENS)
+            seen = tl.load(mask + b * mb + j, mask=j < end, other=0) != 0
+            tile = row + j.to(tl.int64)[:, None] * HD + d[None, :]
+            held = seen[:, None] & inside[None, :]
+            ks = tl.load(keys + tile, mask=held, other=0).to(tl.float32)
+            vs = tl.load(values + tile, mask=held, other=0).to(tl.float32)
+            scores = tl.where(seen, tl.sum(ks * query[None, :], 1), -1e30)
+            higher = tl.maximum(high, tl.max(scores, 0))
+            w = tl.where(seen, tl.exp(scores - higher), 0.0)
+            shrink = tl.exp(high - higher)
+            total = total * shrink + tl.sum(w, 0)
+            mean = mean * shrink + tl.sum(w[:, None] * vs, 0)
+            high = higher
+        to = (b * HEADS + head) * parts + part
+        tl.store(out + to * HD + d, mean / tl.maximum(total, 1e-30), mask=inside)
+        tl.store(weight + to, high + tl.log(tl.maximum(total, 1e-30)))
 
 
 def turn(source, to, cos, sin, sign):
@@ -267,3 +315,56 @@ def head_loss(x, weight, targets):
         x, weight = x.to(dtype), weight.to(dtype)
     grads = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     return head_loss_op(x.flatten(0, 1), weight, targets.reshape(-1), grads)[0]
+
+
+def attend_part(q, k, v, keys, values, mask, at, out, weight, keep):
+    """
+    attend_kernel on q (B, H, 1, hd), k, v (B, KV, 1, hd), a cache's keys and values (B, KV, S, hd), mask (1 or B, S), at (1,),
+    into out (B, H, parts, hd) and weight (B, H, parts); keep: of "kv", what to write to the cache.
+    """
+    B, H, parts, hd = out.shape
+    q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
+    attend_kernel[(H, parts, B)](
+        q, *q.stride()[:2], k, *k.stride()[:2], v, *v.stride()[:2], keys, values, mask, mask.stride(0) if len(mask) > 1 else 0, at,
+        out, weight, keys.size(2), 1 / math.sqrt(hd), H, H // keys.size(1), HD=hd, PADDED=triton.next_power_of_2(hd),
+        TOKENS=64, KEEP_K="k" in keep, KEEP_V="v" in keep, num_warps=4)
+
+
+def empty_parts(q, keys):
+    """attend_part's out and weight: more parts than one where the cache is long and the heads are few."""
+    B, H, _, hd = q.shape
+    parts = min(-(-keys.size(2) // SHARE), max(1, 256 // (B * H)))
+    return q.new_empty(B, H, parts, hd), q.new_empty(B, H, parts, dtype=torch.float32)
+
+
+def attend_op(keep):
+    """The operator that writes those of the cache's "kv" that are in keep: torch must know which it changes."""
+    def attend(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, mask: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+        out, weight = empty_parts(q, keys)
+        attend_part(q, k, v, keys, values, mask, at, out, weight, keep)
+        return out, weight
+    op = torch.library.custom_op(f"nanoresformer::attend_{keep or 'only'}", attend,
+                                 mutates_args=[name for t, name in (("k", "keys"), ("v", "values")) if t in keep])
+    op.register_fake(lambda q, k, v, keys, *_: empty_parts(q, keys))
+    return op
+
+
+ATTEND = {keep: attend_op(keep) for keep in ("", "k", "v", "kv")}
+
+
+def attend_new(q, k, v, cache, layer, mask):
+    """
+    KVCache.update and Attention.attend for one new token, in one pass over the tokens so far: (B, H, 1, hd) of q (B, H, 1, hd),
+    k, v (B, KV, 1, hd) and mask (1, S) or (B, 1, 1, S) over the columns of a cache whose `at` is set.
+    """
+    keys, values = (cache.buffers[t, cache.slots[t, layer]] for t in "kv")
+    keep = "".join(t for t in "kv" if cache.slots[t, layer] == layer)
+    out, weight = ATTEND[keep](q, k.to(keys.dtype), v.to(values.dtype), keys, values, mask.reshape(-1, mask.size(-1)), cache.at)
+    return out if out.size(2) == 1 else (out * weight.softmax(-1)[..., None]).sum(2, keepdim=True).to(out.dtype)
+
+
+def use_for_decoding(model):
+    """Compiled decoding (CompiledStep) attends by attend_new, in layers that need no attention map and no other layer's keys."""
+    for block in model.transformer.h:
+        if not (block.attn.cross or model.config.attention_residual):
+            block.attn.attend_new = attend_new

@@ -294,6 +294,7 @@ class Attention(nn.Module):
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
         self.dropout = nn.Dropout(config.dropout)
         self.split_heads = split_heads  # train.py may set an equal, faster one (kernels.py)
+        self.attend_new = None  # so may those who decode, for the cache's update and attention of one new token
         crosses = config.cross_layer and layer > 1 and config.source_layer(layer) < layer
         self.cross = config.source_layer(layer) if crosses else 0  # the other layer of Eq 2; 0: none
         self.probe = None  # analyses may set a function here, called with (layer, {name: tensor}) in each forward pass
@@ -318,15 +319,18 @@ class Attention(nn.Module):
             q = (q + seen["q"][1]) / 2
         if self.mixed["k"]:
             k = (k + seen["k"][1]) / 2
-        mixed = v
-        if cache is not None:
-            k, v = cache.update(self.layer, k, v)  # (B, kv_heads, S, hd)
-        if self.cross:  # Eq 2: one softmax over both layers' keys
-            k2, v2 = cache.read(self.cross) if cache is not None else (seen["k"][self.cross], seen["v"][self.cross])
-            mask = causal(T, k.size(2), x.device) if mask is None else mask
-            k, v, mask = torch.cat((k, k2), 2), torch.cat((v, v2), 2), torch.cat((mask, mask), -1)
-        # in a CompiledStep the compiler can split and fuse explicit attention over a single row's keys
-        y, weights = self.attend(q, k, v, mask, seen["a"].get(1), explicit=cache is not None and cache.at is not None)
+        mixed, fixed = v, cache is not None and cache.at is not None
+        if fixed and self.attend_new:
+            y, weights = self.attend_new(q, k, v, cache, self.layer, mask), None
+        else:
+            if cache is not None:
+                k, v = cache.update(self.layer, k, v)  # (B, kv_heads, S, hd)
+            if self.cross:  # Eq 2: one softmax over both layers' keys
+                k2, v2 = cache.read(self.cross) if cache is not None else (seen["k"][self.cross], seen["v"][self.cross])
+                mask = causal(T, k.size(2), x.device) if mask is None else mask
+                k, v, mask = torch.cat((k, k2), 2), torch.cat((v, v2), 2), torch.cat((mask, mask), -1)
+            # in a CompiledStep the compiler can split and fuse explicit attention over a single row's keys
+            y, weights = self.attend(q, k, v, mask, seen["a"].get(1), explicit=fixed)
         if self.config.neutreno and self.layer > 1:  # Eq 8, with the mixed value when there is one
             y = y + self.config.neutreno * self.all_heads(seen["v"][1] - mixed)
         if self.config.identity_mapping and self.layer > 1:  # Eq 6

@@ -18,6 +18,7 @@ from typing import Literal
 
 import torch
 
+import kernels
 from configurator import UserError, at_least, command, configure
 from model import from_checkpoint, load_checkpoint, usable_device
 from prepare import get_tokenizer
@@ -90,6 +91,8 @@ def main():
     bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported()
     dtype = config.dtype if config.dtype != "auto" else "bfloat16" if bf16 else "float32"
     model.cast_matrices(getattr(torch, dtype))
+    if config.compile and device.type == "cuda" and kernels.triton:
+        kernels.use_for_decoding(model)
 
     ids = [encode_prompt(tokenizer, p) for p in prompts for _ in range(config.num_samples)]
     lengths = [len(row) for row in ids]

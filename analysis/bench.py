@@ -263,6 +263,8 @@ def decoding(config, table):
         shape = train.checked_model_config(run, 50304)
         model = GPT(dataclasses.replace(shape, block_size=max(shape.block_size, run.kv_length)), run.seed)
         model.to(run.device).eval().cast_matrices(getattr(torch, run.dtype))
+        if run.fast and run.device.startswith("cuda") and kernels.triton:
+            kernels.use_for_decoding(model)
         rows = {"one prompt, compiled": (1, True, True), "64 prompts of unequal length, compiled": (64, True, True),
                 "one prompt": (1, False, True), "one prompt, no cache": (1, False, False)}
         if not run.device.startswith("cuda"):

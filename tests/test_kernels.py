@@ -37,12 +37,29 @@ def plain_swiglu_grad(y, grad, to):
     to[:, gate.size(1):] = grad * F.silu(gate)
 
 
+def plain_attend_part(q, k, v, keys, values, mask, at, out, weight, keep):
+    B, H, parts, hd = out.shape
+    n, groups, mask = int(at), H // keys.size(1), mask.expand(B, -1)
+    seen_k, seen_v = (torch.cat((x[:, :, :n], new), 2).repeat_interleave(groups, 1) for x, new in ((keys, k), (values, v)))
+    for t, cached, new in (("k", keys, k), ("v", values, v)):
+        if t in keep:
+            cached[:, :, n] = new[:, :, 0]
+    scores = (q @ seen_k.transpose(2, 3) / hd ** 0.5)[:, :, 0].float()
+    scores[..., :n].masked_fill_(~mask[:, None, :n], -torch.inf)
+    share = -(-n // parts)
+    for part in range(parts):
+        which = [*range(part * share, min(n, part * share + share)), *([n] if part == 0 else [])]
+        weight[:, :, part] = scores[..., which].logsumexp(-1)
+        out[:, :, part] = (scores[..., which].softmax(-1).nan_to_num()[:, :, None] @ seen_v[:, :, which].float())[:, :, 0]
+
+
 @pytest.fixture(autouse=True)
 def stand_ins(monkeypatch):
     if not (CUDA or os.environ.get("TRITON_INTERPRET")):
         monkeypatch.setattr(kernels, "loss_and_grads", plain_loss)
         monkeypatch.setattr(kernels, "turn", plain_turn)
         monkeypatch.setattr(kernels, "swiglu_grad", plain_swiglu_grad)
+        monkeypatch.setattr(kernels, "attend_part", plain_attend_part)
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     yield
@@ -227,6 +244,69 @@ def test_bfloat16_is_as_exact_as_the_plain_path(monkeypatch):
         torch.cuda.reset_peak_memory_stats()
         loss_and_gradients(kernels.head_loss, x, weight, targets)
         assert torch.cuda.max_memory_allocated() - before < 6e8
+
+
+@pytest.mark.parametrize("keep", kernels.ATTEND)
+@pytest.mark.parametrize("heads, kv_heads, hd, size, at, share", [
+    (4, 4, 8, 40, 39, 512), (4, 2, 6, 300, 0, 512), (6, 1, 16, 150, 140, 32), (1, 1, 64, 300, 290, 99)])
+def test_one_new_token_attends_as_plainly(monkeypatch, keep, heads, kv_heads, hd, size, at, share):
+    """Shared keys, heads of no power of two, several parts, some of them empty or masked as a whole; what is kept and what not."""
+    monkeypatch.setattr(kernels, "SHARE", share)
+    g = torch.Generator().manual_seed(at)
+    q, k, v = (torch.randn(3, 1, n, hd, generator=g).to(DEVICE).transpose(1, 2) for n in (heads, kv_heads, kv_heads))
+    keys, values = (torch.randn(3, kv_heads, size, hd, generator=g).to(DEVICE) * 3 for _ in range(2))
+    before, column = (keys.clone(), values.clone()), torch.tensor([at], device=DEVICE)
+    pad = torch.tensor([0, at // 2, at], device=DEVICE)
+    mask = (torch.arange(size, device=DEVICE) >= pad[:, None]) & (torch.arange(size, device=DEVICE) <= column)
+    args = (q * 3, k, v, keys, values, mask, column)
+    torch.library.opcheck(kernels.ATTEND[keep], args, test_utils=("test_schema", "test_faketensor"))
+    out, weight = kernels.ATTEND[keep](*args)
+    assert out.size(2) == min(-(-size // share), 256 // (3 * heads))
+    got = (out * weight.softmax(-1)[..., None]).sum(2, keepdim=True)
+    full = [torch.cat((x[:, :, :at], new), 2) for x, new in zip(before, (k, v))]
+    want = F.scaled_dot_product_attention(args[0].double(), *(x.double() for x in full), mask[:, None, None, :at + 1],
+                                          enable_gqa=True)
+    near([got], [want], 1e-5)
+    for t, cached, was, new in zip("kv", (keys, values), before, (k, v)):
+        if t in keep:
+            was[:, :, at] = new[:, :, 0]
+        assert torch.equal(cached, was)
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"value_residual": True, "value_mix": "learnable"}, {"shared_value": True, "n_kv_head": 2}, {"cla": 2},
+    {"cross_layer": True}, {"attention_residual": True}, {"shared_key": True, "neutreno": 0.4}, {"identity_mapping": True},
+    {"query_residual": True, "key_residual": True, "qk_norm": True}, {"shared_value": True, "value_anchors": "1,3"}], ids=str)
+def test_decoding_by_the_kernel_gives_the_plain_tokens(monkeypatch, options):
+    """Every kind of sharing and mixing; prompts of unequal length, and past a full context. Compiled only on CUDA."""
+    if not CUDA:
+        monkeypatch.setattr(torch, "compile", lambda f, **_: f)
+    m = model.GPT(model.GPTConfig(vocab_size=256, n_layer=3, n_head=4, n_embd=64, block_size=16, **options)).to(DEVICE).eval()
+    with torch.no_grad():
+        for p in m.parameters():
+            p.mul_(4 if p.dim() == 2 else 1)
+    ids = torch.randint(256, (3, 9), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    plain = m.generate(ids, 10, temperature=0, lengths=[1, 4, 9])
+    calls = []
+    monkeypatch.setattr(kernels, "attend_part", lambda *args, do=kernels.attend_part: calls.append(args[-1]) or do(*args))
+    kernels.use_for_decoding(m)
+    assert torch.equal(m.generate(ids, 10, temperature=0, lengths=[1, 4, 9], compile=True), plain)
+    assert bool(calls) == ("attention_residual" not in options)
+
+
+def test_compiled_decoding_writes_into_the_cache_itself(monkeypatch):
+    """The compiler may copy what an operator changes; the caches of a model that decodes must not be."""
+    m = model.GPT(model.GPTConfig(vocab_size=16, n_layer=3, n_head=2, n_embd=16, block_size=16, shared_value=True)).to(DEVICE).eval()
+    seen, do = [], kernels.attend_part
+    monkeypatch.setattr(kernels, "attend_part", lambda *args: seen.append([x.data_ptr() for x in args[3:5]]) or do(*args))
+    kernels.use_for_decoding(m)
+    caches, make = [], m.kv_cache
+    monkeypatch.setattr(m, "kv_cache", lambda *args: caches.append(make(*args)) or caches[-1])
+    m.generate(torch.zeros(1, 2, dtype=torch.int64, device=DEVICE), 4, temperature=0, compile=True)
+    buffers = {name: b.data_ptr() for name, b in caches[0].buffers.items()}
+    layers = [[buffers["k", n], buffers["v", 1]] for n in (1, 2, 3)]
+    assert seen and [x for x in seen] == layers * (len(seen) // 3)
+    torch._dynamo.reset()
 
 
 @pytest.mark.skipif(not CUDA, reason="needs CUDA")
