@@ -43,7 +43,7 @@ from tqdm import tqdm
 from configurator import UserError, at_least, command, configure
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".txt")
-BATCH = 1 << 19  # bytes of text per task: large enough to hide the pool's overhead, small enough to bound memory
+BATCH = 1 << 20  # bytes of text per task: large enough to hide the pool's overhead, small enough to bound memory
 PIECE = 1 << 16  # a .txt file is read, and split into training and validation text, in pieces of about this many bytes
 MAX_SOURCES = 64  # each source has an open file; later ones count as "other"
 
@@ -496,7 +496,7 @@ def encode_batch(items, tokenizer=None):
         digest = int.from_bytes(hashlib.blake2b(utf8, digest_size=8).digest(), "little")
         pieces.append((source, digest, len(utf8), len(ids) + ends, ends))
     dtype = bin_dtype(tokenizer.n_vocab)
-    return np.concatenate(arrays).astype(dtype) if arrays else np.empty(0, dtype), pieces, bad
+    return np.concatenate(arrays, dtype=dtype, casting="unsafe") if arrays else np.empty(0, dtype), pieces, bad
 
 
 def encode_all(batches, tokenizer, num_proc):
@@ -559,7 +559,7 @@ class Writer:
     def write(self, name, ids):
         if name not in self.files:
             self.files[name] = open(os.path.join(self.folder, name + ".bin.tmp"), "wb", buffering=1 << 20)
-        self.files[name].write(ids.astype(self.dtype, copy=False).tobytes())
+        self.files[name].write(ids.astype(self.dtype, copy=False).data)
 
     def commit(self, meta):
         for f in self.files.values():
