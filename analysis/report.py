@@ -7,8 +7,8 @@ Reads config.json and log.jsonl of runs, as train.py wrote them, and the JSON of
 
     family/SYSTEM/seedSEED/                      all systems at one number of tokens (a budget)
     tokens/BUDGET/SYSTEM/seedSEED/               other budgets, each with a schedule of its own that is fully decayed
-    mechanism/NAME.json of concentration, similarity, spectrum, lambdas, mapping and lastword, and runs/ with the records of
-                                                 their runs, where these are not in family/
+    mechanism/NAME.json of concentration, similarity, spectrum, lambdas, mapping and lastword, those of other seeds in folders
+                                                 below, and runs/ with the records of their runs, where these are not in family/
     sizes/SIZE/SYSTEM/seedSEED/                  and so kv/, lengths/, rates/, ablations/, as their configs in config/ say
 
 and writes report.md, report.json and a picture per section. Systems that family/ lacks, and what is unfinished, damaged or not
@@ -18,6 +18,7 @@ as in the paper; a difference pairs runs of one seed, budget and data; intervals
 To add a section, write a function that takes a Records and returns a Section, and name it in SECTIONS; a claim is a line of
 CLAIMS in analysis/claims.py.
 """
+import glob
 import math
 import os
 import re
@@ -325,11 +326,18 @@ MECHANISM = {  # {number: (analysis, column, number of one run's result, format)
 }
 
 
+def beside(records, file):
+    """Paths of mechanism/FILE and mechanism/*/FILE, those that are there."""
+    paths = glob.glob(f"mechanism/{file}", root_dir=records.root) + glob.glob(f"mechanism/*/{file}", root_dir=records.root)
+    return sorted(path.replace(os.sep, "/") for path in paths)
+
+
 def mechanism(records):
     """A few numbers per system of what the analyses of checkpoints wrote."""
     values, runs, uniform = {name: {} for name in MECHANISM}, {}, None
-    for analysis in dict.fromkeys(of for of, *_ in MECHANISM.values()):
-        content = records.json(f"mechanism/{analysis}.json")
+    analyses = list(dict.fromkeys(of for of, *_ in MECHANISM.values()))
+    for analysis, name in ((a, name) for a in analyses for name in beside(records, f"{a}.json") or [f"mechanism/{a}.json"]):
+        content = records.json(name)
         try:
             uniform = content["uniform_first_importance"] if content and analysis == "concentration" else uniform
             content = content or {}
@@ -337,14 +345,14 @@ def mechanism(records):
                 system = os.path.basename(re.sub(r"[/\\]?seed\d+", "", run))
                 seed = int((re.search(r"seed(\d+)", run) or [0, 0])[1])  # 0: one run without a seed in its name
                 system = " ".join(NAMES.get(word, word) for word in system.split(" "))
-                for name, (of, _, value, _) in MECHANISM.items():
+                for column, (of, _, value, _) in MECHANISM.items():
                     if of == analysis and "(random" not in run:
-                        values[name].setdefault(system, {})[seed] = value(result)
+                        values[column].setdefault(system, {})[seed] = value(result)
                 for folder in (f"mechanism/runs/{run}", f"family/{run}"):
                     if os.path.exists(os.path.join(records.root, folder, "config.json")):
                         runs.setdefault(run, common.Run(os.path.join(records.root, folder), records.root))
         except (KeyError, TypeError, AttributeError, ValueError, UserError) as e:
-            records.skip(f"mechanism/{analysis}.json", f"not of the form that analysis.{analysis} writes ({e!r})")
+            records.skip(name, f"not of the form that analysis.{analysis} writes ({e!r})")
     shown = [name for name, (_, column, _, _) in MECHANISM.items() if column]
     names = sorted({s for name in shown for s in values[name]}, key=place)
     if not names:
@@ -353,7 +361,7 @@ def mechanism(records):
             for s in names]
     budgets = sorted({r.config["tokens_per_iter"] * r.config["max_iters"] for r in runs.values()})
     return Section(
-        "Mechanism", origin("mechanism/*.json", list(runs.values())),
+        "Mechanism", origin("mechanism/", list(runs.values())),
         {"tokens": budgets[0] if len(budgets) == 1 else None, "kv_bytes_per_token": {
             NAMES.get(k.split("/")[0], k.split("/")[0]): r.config["kv_bytes_per_token"] for k, r in runs.items()},
          "uniform_first_importance": uniform, "systems": values}, ["system", *(MECHANISM[n][1] for n in shown)], rows,
@@ -361,8 +369,8 @@ def mechanism(records):
          "is attended to (mixed values in ResFormer); the spectrum is of a layer's own values, and of the mixed ones in rows "
          "named so." + (f" Under uniform attention token 1 has importance {uniform:.4f}: no sink at or below it."
                         if uniform else ""),
-         "Pictures: " + ", ".join(f"[{name}]({path})" for name in dict.fromkeys(of for of, *_ in MECHANISM.values())
-                                  if os.path.exists(os.path.join(records.root, path := f"mechanism/{name}.png"))) + "."])
+         "Pictures: " + ", ".join(f"[{path.removeprefix('mechanism/').removesuffix('.png')}]({path})" for a in analyses
+                                  for path in beside(records, f"{a}.png")) + "."])
 
 
 # ---------------------------------------------------------------------------------------------------------------------

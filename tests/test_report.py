@@ -313,9 +313,10 @@ def test_mechanism_of_seeds_is_paired(make):
     slopes = {1337: 0.1, 1338: 0.11}
     (make.root / "mechanism/lambdas.json").write_text(json.dumps({f"learnable/seed{seed}": {"kind": "learnable", "layers": {
         str(n): {"ratio": 1 + slope * n} for n in (2, 3, 4)}} for seed, slope in slopes.items()}))
-    (make.root / "mechanism/mapping.json").write_text(json.dumps({"models": {
-        "vanilla/seed1337": {"approximation": [0.9, 0.7], "identity": [0.5, 0.6]},
-        "vanilla/seed1338": {"approximation": [0.9, 0.7], "identity": [0.5, 0.602]}}}))
+    (make.root / "mechanism/seed1338").mkdir()  # as another session's checkpoints leave it
+    for folder, seed, identity in (("mechanism", 1337, 0.6), ("mechanism/seed1338", 1338, 0.602)):
+        (make.root / folder / "mapping.json").write_text(json.dumps({"models": {
+            f"vanilla/seed{seed}": {"approximation": [0.9, 0.7], "identity": [0.5, identity]}}}))
     (make.root / "mechanism/lastword.json").write_text(json.dumps({"runs": {
         f"{system}/seed{seed}": {"bins": {"C4": {"accuracy": 0.9}, "all sources": {"accuracy": right}}}
         for system, seed, right in (("vanilla", 1337, 0.2), ("vanilla", 1338, 0.21), ("identity", 1337, 0.3),
