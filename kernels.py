@@ -1,7 +1,7 @@
 """
 Fast paths of training and decoding on CUDA. Each has an equal plain path in model.py, to which tests hold it; nothing here
-changes what is computed, only how often memory is read. (--fast=True also keeps the residual stream in bfloat16: train.build does
-that.)
+changes what is computed, only how often memory is read. (--fast=True also keeps the residual stream in bfloat16: train.build
+does that.)
 """
 import math
 
@@ -325,8 +325,8 @@ def attend_part(q, k, v, keys, values, mask, at, out, weight, keep):
     B, H, parts, hd = out.shape
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
     attend_kernel[(H, parts, B)](
-        q, *q.stride()[:2], k, *k.stride()[:2], v, *v.stride()[:2], keys, values, mask, mask.stride(0) if len(mask) > 1 else 0, at,
-        out, weight, keys.size(2), 1 / math.sqrt(hd), H, H // keys.size(1), HD=hd, PADDED=triton.next_power_of_2(hd),
+        q, *q.stride()[:2], k, *k.stride()[:2], v, *v.stride()[:2], keys, values, mask, mask.stride(0) if len(mask) > 1 else 0,
+        at, out, weight, keys.size(2), 1 / math.sqrt(hd), H, H // keys.size(1), HD=hd, PADDED=triton.next_power_of_2(hd),
         TOKENS=64, KEEP_K="k" in keep, KEEP_V="v" in keep, num_warps=4)
 
 
@@ -339,7 +339,8 @@ def empty_parts(q, keys):
 
 def attend_op(keep):
     """The operator that writes those of the cache's "kv" that are in keep: torch must know which it changes."""
-    def attend(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, mask: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+    def attend(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, mask: Tensor,
+               at: Tensor) -> tuple[Tensor, Tensor]:
         out, weight = empty_parts(q, keys)
         attend_part(q, k, v, keys, values, mask, at, out, weight, keep)
         return out, weight
@@ -364,7 +365,7 @@ def attend_new(q, k, v, cache, layer, mask):
 
 
 def use_for_decoding(model):
-    """Compiled decoding (CompiledStep) attends by attend_new, in layers that need no attention map and no other layer's keys."""
+    """Let CompiledStep attend by attend_new, in layers that need no attention map and no second layer's keys."""
     for block in model.transformer.h:
         if not (block.attn.cross or model.config.attention_residual):
             block.attn.attend_new = attend_new

@@ -250,7 +250,7 @@ def test_bfloat16_is_as_exact_as_the_plain_path(monkeypatch):
 @pytest.mark.parametrize("heads, kv_heads, hd, size, at, share", [
     (4, 4, 8, 40, 39, 512), (4, 2, 6, 300, 0, 512), (6, 1, 16, 150, 140, 32), (1, 1, 64, 300, 290, 99)])
 def test_one_new_token_attends_as_plainly(monkeypatch, keep, heads, kv_heads, hd, size, at, share):
-    """Shared keys, heads of no power of two, several parts, some of them empty or masked as a whole; what is kept and what not."""
+    """Shared keys, heads of no power of two, several parts, some empty or masked as a whole; what is kept and what not."""
     monkeypatch.setattr(kernels, "SHARE", share)
     g = torch.Generator().manual_seed(at)
     q, k, v = (torch.randn(3, 1, n, hd, generator=g).to(DEVICE).transpose(1, 2) for n in (heads, kv_heads, kv_heads))
@@ -296,7 +296,8 @@ def test_decoding_by_the_kernel_gives_the_plain_tokens(monkeypatch, options):
 
 def test_compiled_decoding_writes_into_the_cache_itself(monkeypatch):
     """The compiler may copy what an operator changes; the caches of a model that decodes must not be."""
-    m = model.GPT(model.GPTConfig(vocab_size=16, n_layer=3, n_head=2, n_embd=16, block_size=16, shared_value=True)).to(DEVICE).eval()
+    m = model.GPT(model.GPTConfig(vocab_size=16, n_layer=3, n_head=2, n_embd=16, block_size=16, shared_value=True))
+    m.to(DEVICE).eval()
     seen, do = [], kernels.attend_part
     monkeypatch.setattr(kernels, "attend_part", lambda *args: seen.append([x.data_ptr() for x in args[3:5]]) or do(*args))
     kernels.use_for_decoding(m)
