@@ -18,7 +18,7 @@ except ImportError:  # builds of torch without CUDA come without it
 
 BLOCK, WARPS = 8192, 32  # logits at a time and warps of one row's program
 ROWS = 8192  # positions whose logits exist at a time: 0.8 GB in bfloat16 with gpt2's vocabulary
-SHARE = 512  # decoding: cached tokens for one program, where there are more programs to run than a GPU has processors for
+SHARE, PROGRAMS = 512, 256  # decoding: a cache is split into parts of at least SHARE columns, up to so many programs in all
 
 if triton:
     @triton.jit
@@ -320,7 +320,8 @@ def head_loss(x, weight, targets):
 def attend_part(q, k, v, keys, values, mask, at, out, weight, keep):
     """
     attend_kernel on q (B, H, 1, hd), k, v (B, KV, 1, hd), a cache's keys and values (B, KV, S, hd), mask (1 or B, S), at (1,),
-    into out (B, H, parts, hd) and weight (B, H, parts); keep: of "kv", what to write to the cache.
+    into out (B, H, parts, hd) and weight (B, H, parts); keep: of "kv", what to write to the cache. The cache is contiguous, and
+    so is a row of the mask.
     """
     B, H, parts, hd = out.shape
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
@@ -333,24 +334,19 @@ def attend_part(q, k, v, keys, values, mask, at, out, weight, keep):
 def empty_parts(q, keys):
     """attend_part's out and weight: more parts than one where the cache is long and the heads are few."""
     B, H, _, hd = q.shape
-    parts = min(-(-keys.size(2) // SHARE), max(1, 256 // (B * H)))
+    parts = min(-(-keys.size(2) // SHARE), max(1, PROGRAMS // (B * H)))
     return q.new_empty(B, H, parts, hd), q.new_empty(B, H, parts, dtype=torch.float32)
 
 
-def attend_op(keep):
-    """The operator that writes those of the cache's "kv" that are in keep: torch must know which it changes."""
-    def attend(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, mask: Tensor,
-               at: Tensor) -> tuple[Tensor, Tensor]:
-        out, weight = empty_parts(q, keys)
-        attend_part(q, k, v, keys, values, mask, at, out, weight, keep)
-        return out, weight
-    op = torch.library.custom_op(f"nanoresformer::attend_{keep or 'only'}", attend,
-                                 mutates_args=[name for t, name in (("k", "keys"), ("v", "values")) if t in keep])
-    op.register_fake(lambda q, k, v, keys, *_: empty_parts(q, keys))
-    return op
+@torch.library.custom_op("nanoresformer::attend", mutates_args=("keys", "values"))
+def attend_op(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, mask: Tensor, at: Tensor,
+              keep: str) -> tuple[Tensor, Tensor]:
+    out, weight = empty_parts(q, keys)
+    attend_part(q, k, v, keys, values, mask, at, out, weight, keep)
+    return out, weight
 
 
-ATTEND = {keep: attend_op(keep) for keep in ("", "k", "v", "kv")}
+attend_op.register_fake(lambda q, k, v, keys, *_: empty_parts(q, keys))
 
 
 def attend_new(q, k, v, cache, layer, mask):
@@ -360,7 +356,8 @@ def attend_new(q, k, v, cache, layer, mask):
     """
     keys, values = (cache.buffers[t, cache.slots[t, layer]] for t in "kv")
     keep = "".join(t for t in "kv" if cache.slots[t, layer] == layer)
-    out, weight = ATTEND[keep](q, k.to(keys.dtype), v.to(values.dtype), keys, values, mask.reshape(-1, mask.size(-1)), cache.at)
+    mask = mask.reshape(-1, mask.size(-1))
+    out, weight = attend_op(q, k.to(keys.dtype), v.to(values.dtype), keys, values, mask, cache.at, keep)
     return out if out.size(2) == 1 else (out * weight.softmax(-1)[..., None]).sum(2, keepdim=True).to(out.dtype)
 
 
