@@ -271,17 +271,19 @@ def decompressed(f, path, bar):
             bar.update(len(chunk))
             yield chunk
         return
-    stream, read = None, 0
-    while chunk := f.read(1 << 11):  # small, since a few bytes may unpack to megabytes
+    stream, size = None, 1 << 11
+    while chunk := f.read(size):
         bar.update(len(chunk))
         while chunk:
             stream = stream or start()
             try:
-                yield stream.decompress(chunk)
+                text = stream.decompress(chunk)
             except wrong as e:
-                what = "not " + path.rsplit(".", 1)[1] + " data" if not read else "damaged"
-                raise BadShard(f"{path}: {what} near byte {read}: {e}; fetch the file again") from None
-            read = f.tell() - (len(stream.unused_data) if stream.eof else 0)
+                at = f.tell() - len(chunk)
+                what = "not " + path.rsplit(".", 1)[1] + " data" if not at else "damaged"
+                raise BadShard(f"{path}: {what} near byte {at}: {e}; fetch the file again") from None
+            yield text
+            size = 1 << 13 if len(text) < 16 * len(chunk) else 1 << 11  # a few bytes may unpack to megabytes
             chunk, stream = (stream.unused_data, None) if stream.eof else (b"", stream)
     if stream is not None:
         raise BadShard(f"{path}: cut after byte {f.tell()}, inside a compressed frame; fetch the file again")
@@ -446,10 +448,24 @@ def start_worker(name):
     worker = get_tokenizer(name)
 
 
-def encode_batch(items, tokenizer=None):
+@contextlib.contextmanager
+def workers(tokenizer, num_proc):
+    """A pool of num_proc processes that have the tokenizer; None: this process is the only one."""
+    if num_proc == 1:
+        yield None
+        return
+    spawn = multiprocessing.get_context("spawn")
+    pool = concurrent.futures.ProcessPoolExecutor(num_proc, spawn, start_worker, (tokenizer.name,))
+    try:
+        yield pool
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def encode_batch(items, hashed=True, tokenizer=None):
     """
     ids of all documents in one array; for each piece (source, hash, bytes, tokens, ends); and the bad ones as
-    [(kind, where)]. A document's end-of-text id is part of its tokens.
+    [(kind, where, pieces before)]. A document's end-of-text id is part of its tokens. hashed: False leaves the hash 0.
     """
     tokenizer, arrays, pieces, bad = tokenizer or worker, [], [], []
     for kind, raw, where, ends in items:
@@ -458,17 +474,17 @@ def encode_batch(items, tokenizer=None):
             text = raw.decode() if kind != "json" else None
         except UnicodeDecodeError:
             text = raw.decode(errors="replace")
-            bad.append(("not UTF-8 (replaced)", where))
+            bad.append(("not UTF-8 (replaced)", where, len(pieces)))
         if kind == "json":
             try:
                 record = json.loads(raw)
             except (ValueError, RecursionError) as e:
-                bad.append(("not UTF-8" if isinstance(e, UnicodeDecodeError) else "not JSON", where))
+                bad.append(("not UTF-8" if isinstance(e, UnicodeDecodeError) else "not JSON", where, len(pieces)))
                 continue
             text = record.get("text") if isinstance(record, dict) else None
             if not isinstance(text, str) or not text.strip():
-                bad.append(("empty text" if isinstance(text, str) else "text is null"
-                            if isinstance(record, dict) and "text" in record and text is None else "no text", where))
+                bad.append(("empty text" if isinstance(text, str) else "text is null" if isinstance(record, dict)
+                            and "text" in record and text is None else "no text", where, len(pieces)))
                 continue
             meta = record.get("meta")
             if isinstance(meta, str) and meta.startswith("{"):  # some Parquet sets keep it as text
@@ -484,35 +500,31 @@ def encode_batch(items, tokenizer=None):
         except UnicodeEncodeError:  # half of a surrogate pair, which JSON can spell and UTF-8 can't
             text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
             utf8 = text.encode()
-            bad.append(("lone surrogates (replaced)", where))
+            bad.append(("lone surrogates (replaced)", where, len(pieces)))
         try:
             ids = tokenizer.encode(text)
         except BaseException as e:  # tiktoken's regex engine gives up, or panics, on a million spaces
             if not isinstance(e, ValueError) and type(e).__name__ != "PanicException":
                 raise
             ids = np.concatenate([tokenizer.encode(text[i:i + 10_000]) for i in range(0, len(text), 10_000)])
-            bad.append(("too long a run for the tokenizer (encoded in parts)", where))
+            bad.append(("too long a run for the tokenizer (encoded in parts)", where, len(pieces)))
         arrays += [ids, [tokenizer.eot]] if ends else [ids]
-        digest = int.from_bytes(hashlib.blake2b(utf8, digest_size=8).digest(), "little")
+        digest = int.from_bytes(hashlib.blake2b(utf8, digest_size=8).digest(), "little") if hashed else 0
         pieces.append((source, digest, len(utf8), len(ids) + ends, ends))
     dtype = bin_dtype(tokenizer.n_vocab)
     return np.concatenate(arrays, dtype=dtype, casting="unsafe") if arrays else np.empty(0, dtype), pieces, bad
 
 
-def encode_all(batches, tokenizer, num_proc):
-    """encode_batch over all batches, in order. Raises UserError when a worker dies."""
-    if num_proc == 1:
-        with contextlib.closing(batches):
-            for batch, bar in batches:
-                yield encode_batch(batch, tokenizer), bar
-        return
-    spawn = multiprocessing.get_context("spawn")
-    with contextlib.closing(batches), concurrent.futures.ProcessPoolExecutor(num_proc, spawn, start_worker,
-                                                                             (tokenizer.name,)) as pool:
-        waiting = collections.deque()
+def encode_all(batches, hashed, tokenizer, pool, num_proc):
+    """encode_batch over all batches, in order, by a pool of `workers`. Raises UserError when one of them dies."""
+    waiting = collections.deque()
+    with contextlib.closing(batches):
         try:
             for batch, bar in batches:
-                waiting.append(pool.submit(encode_batch, batch))
+                if pool is None:
+                    yield encode_batch(batch, hashed, tokenizer), bar
+                    continue
+                waiting.append(pool.submit(encode_batch, batch, hashed))
                 if len(waiting) > 2 * num_proc + 2:
                     yield waiting.popleft().result(), bar
             while waiting:
@@ -521,7 +533,8 @@ def encode_all(batches, tokenizer, num_proc):
             raise UserError("a worker process died (out of memory, or killed); nothing was written. Try fewer with "
                             f"--num_proc={max(1, num_proc // 2)}") from None
         finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+            for task in waiting:
+                task.cancel()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -559,7 +572,7 @@ class Writer:
     def write(self, name, ids):
         if name not in self.files:
             self.files[name] = open(os.path.join(self.folder, name + ".bin.tmp"), "wb", buffering=1 << 20)
-        self.files[name].write(ids.astype(self.dtype, copy=False).data)
+        self.files[name].write(np.ascontiguousarray(ids, self.dtype).data)
 
     def commit(self, meta):
         for f in self.files.values():
@@ -712,7 +725,8 @@ def prepare(config):
     with locked(folder):
         writer = Writer(folder, bin_dtype(tokenizer.n_vocab))
         try:
-            counts, bad, dry = fill(writer, config, tokenizer, num_proc, quotas)
+            with workers(tokenizer, num_proc) as pool:
+                counts, bad, dry = fill(writer, config, tokenizer, pool, num_proc, quotas)
             bins = {n: f.tell() // writer.dtype.itemsize for n, f in writer.files.items()}
             if not bins["train"] or not bins["val"]:
                 empty = "train" if not bins["train"] else "val"
@@ -777,7 +791,7 @@ def summary(bad):
     return ", ".join(f"{kind}: {n} (first: {firsts[kind]})" for kind, n in by_kind(bad).items())
 
 
-def fill(writer, config, tokenizer, num_proc, quotas):
+def fill(writer, config, tokenizer, pool, num_proc, quotas):
     """
     Write all documents to their bins. Returns {source: {train|val: {documents, bytes, tokens}}}, the bad ones as
     {(kind, where): count}, and the quotas of the mix that were not filled.
@@ -802,13 +816,10 @@ def fill(writer, config, tokenizer, num_proc, quotas):
         held, full = None, False  # the piece of the smallest hash: validation text even if none is below val_fraction
         batches = read_source(getattr(config, given), config.data_files if given == "source" else "", config.on_error, bad,
                               split, config.seed if quotas and given == "source" else None)
-        with contextlib.closing(encode_all(batches, tokenizer, num_proc)) as results:
+        with contextlib.closing(encode_all(batches, hold, tokenizer, pool, num_proc)) as results:
             for (ids, pieces, wrong), bar in results:
                 at = 0
-                for kind, where in wrong:
-                    first = not any(k == kind for k, _ in bad)
-                    bad[kind, where if first else ""] += 1
-                for piece in pieces:
+                for i, piece in enumerate(pieces):  # noqa: B007
                     source, digest, _, n, _ = piece
                     if quotas and source not in quotas:
                         at += n
@@ -835,9 +846,16 @@ def fill(writer, config, tokenizer, num_proc, quotas):
                         held, (piece, own) = (piece, own), held or (None, None)
                     if piece is not None:
                         put(split, piece, own)
+                    if split == "train" and quotas and not open_quotas:
+                        full = True
+                        break
+                for kind, where, before in wrong:
+                    if not full or before <= i:  # what comes behind the last document doesn't count
+                        first = not any(k == kind for k, _ in bad)
+                        bad[kind, where if first else ""] += 1
                 tokens = sum(c["tokens"] for s in counts.values() for c in s.values())
                 bar.set_postfix_str(f"{tokens / (time.time() - began):,.0f} tokens/s", refresh=False)
-                if full or (quotas and not open_quotas):
+                if full:
                     break
         if held is not None:
             has_val = any(c["val"]["tokens"] for c in counts.values())

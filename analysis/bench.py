@@ -19,7 +19,6 @@ import dataclasses
 import gc
 import importlib.util
 import json
-import multiprocessing
 import os
 import re
 import statistics
@@ -29,7 +28,6 @@ import tempfile
 import time
 
 import torch
-from tqdm import tqdm
 
 import kernels
 import prepare
@@ -52,6 +50,7 @@ class Config(train.Config):
     kv_length: int = 0  # with decode: also how many sequences of this length fit beside their cache, and their speed
     shards: str = ""  # a file or folder of shards: measure prepare.py on them instead
     num_proc: int = 2  # with shards: processes that tokenize
+    tokenizer: str = "gpt2"  # with shards: as prepare.py's
 
 
 def resolved_runs(config):
@@ -282,42 +281,44 @@ def decoding(config, table):
 # Preparing
 
 
-def read_and_encode(paths, name):
-    """All that a process must do to tokenize these shards, and nothing else."""
-    tokenizer = prepare.get_tokenizer(name)
-    for path in paths:
-        for kind, raw, *_ in prepare.read_items(path, tqdm(disable=True)):
-            text = json.loads(raw)["text"] if kind == "json" else raw.decode(errors="replace")
-            tokenizer.encode(text)
+BARE = """
+import json, sys
+import prepare
+from tqdm import tqdm
+tokenizer = prepare.get_tokenizer(sys.argv[1])
+for path in sys.argv[2:]:
+    for kind, raw, *_ in prepare.read_items(path, tqdm(disable=True)):
+        tokenizer.encode(json.loads(raw)["text"] if kind == "json" else raw.decode(errors="replace"))
+"""
 
 
 def preparing(config, table):
     """Seconds of prepare.py, and of as many bare processes, each with its share of the shards; starting them included."""
-    paths, spawn = prepare.find_files(config.shards), multiprocessing.get_context("spawn")
-    paths.sort(key=os.path.getsize)
+    paths = sorted(prepare.find_files(config.shards), key=os.path.getsize)
 
-    def whole():
-        with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(None):
-            return prepare.prepare(prepare.Config(source=config.shards, out_dir=folder, num_proc=config.num_proc))
+    def seconds(commands):
+        """Of all at the same time. Raises UserError with the last line of one that fails."""
+        env, began = {**os.environ, "PYTHONPATH": os.path.dirname(prepare.__file__)}, time.perf_counter()
+        running = [subprocess.Popen([sys.executable, *c], env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+                   for c in commands]
+        for process, said in [(process, process.communicate()[1].split("\n")) for process in running]:
+            if process.returncode:
+                raise UserError(f"--shards={config.shards}: {' '.join(said[-2:]).strip() or 'a process died'}")
+        return time.perf_counter() - began
 
-    def bare():
-        others = [spawn.Process(target=read_and_encode, args=(paths[i::config.num_proc], meta["tokenizer"]))
-                  for i in range(config.num_proc)]
-        for process in others:
-            process.start()
-        for process in others:
-            process.join()
-        if any(process.exitcode for process in others):
-            raise UserError(f"--shards={config.shards}: a bare process could not read them all: give sound ones, all with text")
-        return meta
-
-    name = f"prepare.py, {config.num_proc} processes"
-    for what, do in ((name, whole), (f"{config.num_proc} bare processes", bare), (f"{name}, again", whole)):
-        began = time.perf_counter()
-        meta = do()
-        seconds = time.perf_counter() - began
-        size = sum(c["bytes"] for splits in meta["sources"].values() for c in splits.values())
-        add(table, what, dict(seconds=seconds, bytes_per_s=size / seconds))
+    with tempfile.TemporaryDirectory() as folder:
+        name = f"prepare.py, {config.num_proc} processes"
+        whole = [[prepare.__file__, f"--source={config.shards}", f"--out_dir={folder}", f"--num_proc={config.num_proc}",
+                  f"--tokenizer={config.tokenizer}"]]
+        times = {name: seconds(whole)}
+        with open(os.path.join(folder, "meta.json"), encoding="utf-8") as f:
+            meta = json.load(f)
+        times[f"{config.num_proc} bare processes"] = seconds(
+            [["-c", BARE, meta["tokenizer"], *paths[i::config.num_proc]] for i in range(config.num_proc)])
+        times[f"{name}, again"] = seconds(whole)
+    size = sum(c["bytes"] for splits in meta["sources"].values() for c in splits.values())
+    for name, s in times.items():
+        add(table, name, dict(seconds=s, bytes_per_s=size / s))
 
 
 def add(table, name, row):

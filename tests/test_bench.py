@@ -1,5 +1,6 @@
 """analysis.bench: its tables at tiny size, its record, and what it refuses. test_readme.py has the figures."""
 import json
+import os
 
 import pytest
 from test_curve_analyses import run_command
@@ -65,8 +66,7 @@ def test_preparing(tmp_path, capsys, monkeypatch):
     for i in range(3):
         lines = [json.dumps({"text": f"text {i} {j} " * 50, "meta": {"redpajama_set_name": "RedPajamaC4"}}) for j in range(200)]
         (tmp_path / f"shards/{i}.jsonl").write_text("\n".join(lines) + "\n")
-    monkeypatch.setattr(bench.prepare, "Config", lambda **k: prepare_config(tokenizer="bytes", **k))
-    code, out, err = run_command(bench, capsys, monkeypatch, *TINY, "--shards=shards", "--out_dir=b")
+    code, out, err = run_command(bench, capsys, monkeypatch, *TINY, "--shards=shards", "--tokenizer=bytes", "--out_dir=b")
     assert code == 0, err
     (key, table), = record().items()
     assert "--shards=PATH" in key
@@ -76,7 +76,12 @@ def test_preparing(tmp_path, capsys, monkeypatch):
         assert r["bytes_per_s"] * r["seconds"] == pytest.approx(size)
 
 
-prepare_config = bench.prepare.Config
+def test_shards_that_prepare_refuses(tmp_path, capsys, monkeypatch):
+    """Its line is ours, whether prepare.py or a bare process finds it."""
+    (tmp_path / "cut.jsonl").write_text('{"text": "sound"}\n{"text": "cu')
+    code, _, err = run_command(bench, capsys, monkeypatch, *TINY, "--shards=cut.jsonl", "--tokenizer=bytes", "--out_dir=b")
+    assert code == 2 and "cut.jsonl: line 2, the last, is cut" in err and "Traceback" not in err
+    assert not os.path.exists("b/cpu.json")
 
 
 @pytest.mark.parametrize("args, words", [

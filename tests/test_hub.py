@@ -50,7 +50,7 @@ def texts(items):
 def test_a_split_is_read_in_order_with_its_sources(hub, split, want):
     items = list(prepare.read_hub(hub + split, "", Bar()))
     assert texts(items) == [f"text {i}" for i in want]
-    pieces = prepare.encode_batch(items, prepare.Bytes())[1]
+    pieces = prepare.encode_batch(items, tokenizer=prepare.Bytes())[1]
     assert [p[0] for p in pieces[:2]] == (["C4", "Book"])
 
 

@@ -547,6 +547,24 @@ def test_mix(tmp_path):
     assert bins[0] == bins[1] != bins[2]
 
 
+@pytest.mark.parametrize("own_val", [False, True])
+@pytest.mark.parametrize("options", [{}, {"max_tokens": 20_000}, {"max_tokens": 20_000, "mix": "C4:3,Wikipedia:1"}], ids=str)
+def test_nothing_depends_on_how_texts_are_batched(tmp_path, monkeypatch, options, own_val):
+    """Bins, counts and what was skipped, where the end comes in the middle of a task; validation text is taken whole."""
+    docs = some_docs(900, ("C4", "Wikipedia"))
+    lines = [record(*doc) + (b"{broken\n" if i % 7 == 3 else b"") for i, doc in enumerate(docs)]
+    (tmp_path / "a.jsonl").write_bytes(b"".join(lines))
+    val = shard(tmp_path / "v.jsonl", some_docs(60, ("C4", "Wikipedia"), seed=1)) if own_val else ""
+    made = []
+    for size in (1, 3000, 1 << 20):
+        monkeypatch.setattr(prepare, "BATCH", size)
+        meta = prep(tmp_path / "a.jsonl", tmp_path / "out", val_source=val, **options)
+        made.append((meta, [(tmp_path / "out" / f"{name}.bin").read_bytes() for name in ("train", "val")]))
+    assert made[0] == made[1] == made[2] and made[0][0]["skipped"]
+    if own_val:
+        assert sum(c["val"]["documents"] for c in meta["sources"].values()) == 60
+
+
 def test_mix_of_a_source_that_runs_dry(tmp_path, capsys):
     """All of its documents, once; the others keep their shares; it is said."""
     docs = some_docs(300, ("C4", "C4", "Wikipedia"))
@@ -1172,6 +1190,7 @@ def test_two_at_once_in_one_folder(tmp_path, slow_source, ranks):
     path = shard(tmp_path / "small.jsonl", some_docs())
     with in_the_middle(slow_source, out, ranks) as (process, _):
         process.send_signal(signal.SIGSTOP)  # it holds the folder for as long as the test likes
+        os.waitpid(process.pid, os.WUNTRACED)  # a write may have been under way
         before = snapshot(out)
         done = cli(f"--source={path}", f"--out_dir={out}", "--tokenizer=bytes", "--num_proc=1")
         assert str(out) in one_line(done) and "process" in one_line(done)
