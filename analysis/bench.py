@@ -50,7 +50,7 @@ class Config(train.Config):
     kv_length: int = 0  # with decode: also how many sequences of this length fit beside their cache, and their speed
     shards: str = ""  # a file or folder of shards: measure prepare.py on them instead
     num_proc: int = 2  # with shards: processes that tokenize
-    tokenizer: str = "gpt2"  # with shards: as prepare.py's
+    tokenizer: str = "gpt2"  # with shards: as prepare.py's, by name or path
 
 
 def resolved_runs(config):
@@ -281,6 +281,7 @@ def decoding(config, table):
 # Preparing
 
 
+ROUNDS = 3
 BARE = """
 import json, sys
 import prepare
@@ -296,29 +297,28 @@ def preparing(config, table):
     """Seconds of prepare.py, and of as many bare processes, each with its share of the shards; starting them included."""
     paths = sorted(prepare.find_files(config.shards), key=os.path.getsize)
 
-    def seconds(commands):
-        """Of all at the same time. Raises UserError with the last line of one that fails."""
-        env, began = {**os.environ, "PYTHONPATH": os.path.dirname(prepare.__file__)}, time.perf_counter()
+    def measure(name, *commands):
+        """All at the same time. Raises UserError with the last line of one that fails."""
+        env, began, cpu = {**os.environ, "PYTHONPATH": os.path.dirname(prepare.__file__)}, time.perf_counter(), os.times()
         running = [subprocess.Popen([sys.executable, *c], env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
                    for c in commands]
         for process, said in [(process, process.communicate()[1].split("\n")) for process in running]:
             if process.returncode:
                 raise UserError(f"--shards={config.shards}: {' '.join(said[-2:]).strip() or 'a process died'}")
-        return time.perf_counter() - began
-
-    with tempfile.TemporaryDirectory() as folder:
-        name = f"prepare.py, {config.num_proc} processes"
-        whole = [[prepare.__file__, f"--source={config.shards}", f"--out_dir={folder}", f"--num_proc={config.num_proc}",
-                  f"--tokenizer={config.tokenizer}"]]
-        times = {name: seconds(whole)}
+        seconds = time.perf_counter() - began
         with open(os.path.join(folder, "meta.json"), encoding="utf-8") as f:
-            meta = json.load(f)
-        times[f"{config.num_proc} bare processes"] = seconds(
-            [["-c", BARE, meta["tokenizer"], *paths[i::config.num_proc]] for i in range(config.num_proc)])
-        times[f"{name}, again"] = seconds(whole)
-    size = sum(c["bytes"] for splits in meta["sources"].values() for c in splits.values())
-    for name, s in times.items():
-        add(table, name, dict(seconds=s, bytes_per_s=size / s))
+            size = sum(c["bytes"] for splits in json.load(f)["sources"].values() for c in splits.values())
+        cpu = sum(b - a for a, b in zip(cpu[2:4], os.times()[2:4]))  # of the children and of theirs
+        add(table, name, dict(seconds=seconds, cpu_seconds=cpu, bytes_per_s=size / seconds))
+
+    n = config.num_proc
+    with tempfile.TemporaryDirectory() as folder:
+        for i in range(1, ROUNDS + 1):  # by turns, since such times differ by several percent
+            measure(f"prepare.py, {n} processes, round {i}",
+                    [prepare.__file__, f"--source={config.shards}", f"--out_dir={folder}", f"--num_proc={n}",
+                     f"--tokenizer={config.tokenizer}"])
+            measure(f"{n} bare processes, round {i}",
+                    *(["-c", BARE, config.tokenizer, *paths[j::n]] for j in range(n)))
 
 
 def add(table, name, row):
@@ -329,7 +329,8 @@ def add(table, name, row):
 def line(name, r):
     """A row of the table as text."""
     if "seconds" in r:
-        return f"{name:48} {r['seconds']:>10.1f} s  {r['bytes_per_s'] / 1e6:.1f} MB/s of text"
+        return (f"{name:36} {r['seconds']:>8.1f} s  {r['bytes_per_s'] / 1e6:.1f} MB/s of text"
+                f"  {r['cpu_seconds']:.1f} s of CPU time")
     if "step_ratio" not in r:
         return f"{name:48} {r['tokens_per_s']:>10,.0f} tokens/s" + (
             f"  {r['bytes_of_one']:,} bytes a sequence, {r['sequences']} fit" if "sequences" in r else "")

@@ -70,10 +70,11 @@ def test_preparing(tmp_path, capsys, monkeypatch):
     assert code == 0, err
     (key, table), = record().items()
     assert "--shards=PATH" in key
-    assert list(table["rows"]) == ["prepare.py, 2 processes", "2 bare processes", "prepare.py, 2 processes, again"]
+    assert list(table["rows"]) == [f"{n}, round {i}" for i in (1, 2, 3)
+                                   for n in ("prepare.py, 2 processes", "2 bare processes")]
     size = sum(len(f"text {i} {j} " * 50) for i in range(3) for j in range(200))
     for r in table["rows"].values():
-        assert r["bytes_per_s"] * r["seconds"] == pytest.approx(size)
+        assert r["bytes_per_s"] * r["seconds"] == pytest.approx(size) and r["cpu_seconds"] > 0
 
 
 def test_shards_that_prepare_refuses(tmp_path, capsys, monkeypatch):

@@ -173,11 +173,14 @@ def test_fast_and_plain_losses_are_the_logged_ones():
 
 
 def test_preparing_is_the_measured_one():
-    rows = measured("cpu.json")["--shards=PATH --num_proc=2"]["rows"]
-    first, bare, again = (r["seconds"] for r in rows.values())
+    rows = list(measured("cpu.json")["--shards=PATH --num_proc=2"]["rows"].values())
+    whole, bare = ([r["seconds"] for r in rows[i::2]] for i in (0, 1))
     text = " ".join(PERFORMANCE.split())
-    assert f"{first:.1f} s and again {again:.1f} s" in text and f"each took {bare:.1f} s" in text
-    assert f"prepare.py has {bare / (first + again) * 2:.0%} of their speed".replace("%", " %") in text
+    assert "{:.1f}, {:.1f} and {:.1f} s against {:.1f}, {:.1f} and {:.1f}.".format(*whole, *bare) in text
+    assert "has {:.0f}, {:.0f} and {:.0f} % of their speed, {:.0f} % in all".format(
+        *(b / w * 100 for w, b in zip(whole, bare)), sum(bare) / sum(whole) * 100) in text
+    more = [(w["cpu_seconds"] / b["cpu_seconds"] - 1) * 100 for w, b in zip(rows[::2], rows[1::2])]
+    assert f"{min(more):.0f} to {max(more):.0f} % more CPU time" in text
 
 
 @pytest.mark.parametrize("size, batch, words, first", [
