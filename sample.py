@@ -37,6 +37,7 @@ class Config:
     device: str = "auto"  # cuda, mps or cpu; auto: the first of these that is there
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: bfloat16 on CUDA that has it, else float32
     compile: bool = False  # compile the decoding step (a minute; on CUDA a graph): for long texts and many prompts
+    fast: bool = True  # with compile, on CUDA: kernels.py's attention to the cache; False: the plain path
 
 
 def read_prompts(start):
@@ -91,7 +92,7 @@ def main():
     bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported()
     dtype = config.dtype if config.dtype != "auto" else "bfloat16" if bf16 else "float32"
     model.cast_matrices(getattr(torch, dtype))
-    if config.compile and device.type == "cuda" and kernels.triton:
+    if config.fast and config.compile and device.type == "cuda" and kernels.triton:
         kernels.use_for_decoding(model)
 
     ids = [encode_prompt(tokenizer, p) for p in prompts for _ in range(config.num_samples)]

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import kernels
 import model
 import prepare
 import sample
@@ -235,6 +236,21 @@ def test_a_single_new_token(text, prompts):
     text("--start=a", max_new_tokens=1)
     text("--start=a", "--num_samples=2", max_new_tokens=1)
     assert len(prompts.ids) == 3
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_compiled_text_is_the_plain_one(out, monkeypatch, capsys, fast):
+    """Compiled only on CUDA, where --fast=True lets kernels.py attend."""
+    cuda, calls = torch.cuda.is_available(), []
+    monkeypatch.setattr(kernels, "use_for_decoding", lambda m, do=kernels.use_for_decoding: calls.append("kernel") or do(m))
+    if not cuda:
+        monkeypatch.setattr(torch, "compile", lambda f, **_: calls.append("compile") or f)
+    options = f"--out_dir={out}/svformer", "--max_new_tokens=20", "--temperature=0", "--start=the", "--dtype=float32"
+    assert call(sample.main, *options) == 0
+    plain = capsys.readouterr().out
+    assert call(sample.main, *options, "--compile=True", f"--fast={fast}") == 0
+    assert capsys.readouterr().out == plain
+    assert calls == (["compile"] if not cuda else ["kernel"] if fast and kernels.triton else [])
 
 
 def test_top_k_beyond_the_vocabulary_is_no_limit(text):
