@@ -223,7 +223,7 @@ def test_swiglu_equals_the_plain_one(width, compiled):
     {"query_residual": True, "key_residual": True, "neutreno": 0.4}], ids=str)
 def test_a_model_with_fast_paths_has_equal_loss_and_gradients(monkeypatch, options):
     monkeypatch.setattr(kernels, "ROWS", 10)
-    config = model.GPTConfig(vocab_size=61, n_layer=4, n_head=4, n_embd=32, block_size=16, **options)
+    config = model.GPTConfig(vocab_size=61, n_layer=3, n_head=4, n_embd=32, block_size=16, **options)
     ids, found = torch.randint(61, (2, 12), generator=torch.Generator().manual_seed(0)).to(DEVICE), []
     for fast in (False, True):
         m = model.GPT(config).to(DEVICE)
@@ -256,11 +256,11 @@ def test_bfloat16_is_as_exact_as_the_plain_path(monkeypatch):
         assert torch.cuda.max_memory_allocated() - before < 6e8
 
 
-@pytest.mark.parametrize("keep", ["", "k", "v", "kv"])
 @pytest.mark.parametrize("heads, kv_heads, hd, size, at, share", [
     (4, 4, 8, 40, 39, 512), (4, 2, 6, 300, 0, 512), (6, 1, 16, 150, 140, 32), (1, 1, 64, 300, 290, 99),
     (4, 2, 6, 300, 287, 64)])
-@pytest.mark.parametrize("padded, dtype", [(True, torch.float32), (False, torch.bfloat16)])
+@pytest.mark.parametrize("keep, padded, dtype", [
+    ("", True, torch.bfloat16), ("k", True, torch.float32), ("v", False, torch.bfloat16), ("kv", False, torch.float32)])
 def test_one_new_token_attends_as_plainly(monkeypatch, keep, heads, kv_heads, hd, size, at, share, padded, dtype):
     """
     Shared keys, heads of no power of two, several parts, some empty or masked as a whole; what is kept and what not. A cache of
@@ -283,8 +283,6 @@ def test_one_new_token_attends_as_plainly(monkeypatch, keep, heads, kv_heads, hd
         pad = torch.tensor([0, at // 2, at], device=DEVICE)
         mask = ((i >= pad[:, None]) & mask)[:, None, None]
     rows = mask.reshape(-1, size)
-    torch.library.opcheck(kernels.attend_op, (q, k.to(dtype), v.to(dtype), keys.clone(), values.clone(), rows, cache.at, keep),
-                          test_utils=("test_schema", "test_faketensor"))
     parts = kernels.empty_parts(q, keys)[0].size(2)
     assert parts == min(-(-size // share), max(1, 48 // (3 * heads)))
     got = kernels.attend_new(q, k, v, cache, 2, mask)
@@ -297,6 +295,12 @@ def test_one_new_token_attends_as_plainly(monkeypatch, keep, heads, kv_heads, hd
         if (t, n) == (t, 2) and t in keep:
             was[:, :, at] = (k if t == "k" else v)[:, :, 0]
         assert torch.equal(cache.buffers[t, n], was)
+
+
+def test_the_decoding_operator_says_what_it_changes():
+    q, new, mask, at = torch.randn(2, 4, 1, 8), torch.randn(2, 2, 1, 8), torch.ones(1, 9) > 0, torch.tensor([5])
+    args = [x.to(DEVICE) for x in (q, new, -new, torch.randn(2, 2, 9, 8), torch.randn(2, 2, 9, 8), mask, at)]
+    torch.library.opcheck(kernels.attend_op, (*args, "kv"), test_utils=("test_schema", "test_faketensor"))
 
 
 def test_many_prompts_are_one_part_each():
