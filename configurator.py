@@ -36,13 +36,16 @@ class UserError(Exception):
 
 
 def command(main):
-    """Run a script's main(); a UserError or an operating-system error ends it with one line and exit code 2."""
+    """Run a script's main(); a UserError or an operating-system error ends it with one line and exit code 2; Ctrl-C: 130."""
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a console that lacks a character shows another instead
     try:
         main()
     except UserError as e:
         message = str(e)
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        sys.exit(130)
     except BrokenPipeError:  # `python train.py | head`: the reader left, so there is nobody to tell
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)

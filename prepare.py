@@ -25,10 +25,12 @@ import dataclasses
 import fnmatch
 import hashlib
 import json
+import math
 import multiprocessing
 import os
 import platform
 import re
+import signal
 import sys
 import sysconfig
 import threading
@@ -58,7 +60,7 @@ class Config:
     num_proc: int = 0  # processes that tokenize; 1: none beside this one; 0: one per core
     val_fraction: float = 0.005  # share of the documents (of a .txt: of its 64 KiB pieces) held out, chosen by their hash
     max_tokens: int = 0  # stop before the document (.txt: piece) that would exceed this many training tokens; 0: no limit
-    mix: str = ""  # shares of max_tokens by source, as CommonCrawl:50,C4:20 (the paper's: README); empty: all as it comes
+    mix: str = ""  # shares of max_tokens by source, as CommonCrawl:50,C4:20 (no others, also in val); empty: all as it comes
     seed: int = 1337  # with mix: the order in which the shards are visited
     on_error: Literal["stop", "skip"] = "stop"  # what a damaged shard does: stop the run, or be reported and skipped
 
@@ -263,18 +265,18 @@ def decompressed(f, path, bar):
             import zstandard
         except ImportError:
             raise UserError(f"{path} needs the package zstandard: pip install zstandard") from None
-        start, wrong = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj, zstandard.ZstdError
+        start, wrong, padding = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj, zstandard.ZstdError, b""
     elif path.endswith(".gz"):
-        start, wrong = (lambda: zlib.decompressobj(wbits=31)), zlib.error
+        start, wrong, padding = (lambda: zlib.decompressobj(wbits=31)), zlib.error, b"\0"
     else:
         while chunk := f.read(1 << 20):
             bar.update(len(chunk))
             yield chunk
         return
-    stream, size = None, 1 << 11
+    stream, size, between = None, 1 << 11, b""
     while chunk := f.read(size):
         bar.update(len(chunk))
-        while chunk:
+        while chunk := chunk if stream else chunk.lstrip(between):
             stream = stream or start()
             try:
                 text = stream.decompress(chunk)
@@ -284,14 +286,16 @@ def decompressed(f, path, bar):
                 raise BadShard(f"{path}: {what} near byte {at}: {e}; fetch the file again") from None
             yield text
             size = 1 << 13 if len(text) < 16 * len(chunk) else 1 << 11  # a few bytes may unpack to megabytes
-            chunk, stream = (stream.unused_data, None) if stream.eof else (b"", stream)
+            chunk, stream, between = (stream.unused_data, None, padding) if stream.eof else (b"", stream, b"")
     if stream is not None:
         raise BadShard(f"{path}: cut after byte {f.tell()}, inside a compressed frame; fetch the file again")
 
 
 def as_line(record):
-    """A record of another format as the line of JSON that encode_batch reads."""
-    return json.dumps({k: record[k] for k in ("text", "meta", "source") if k in record}, default=str).encode()
+    """A record of another format as the line of JSON that encode_batch reads. Bytes are UTF-8; what is none is mended there."""
+    record = {k: v.decode(errors="surrogateescape") if isinstance(v, bytes) else v for k, v in record.items()
+              if k in ("text", "meta", "source")}
+    return json.dumps(record, default=str).encode()
 
 
 def read_parquet(f, path, bar):
@@ -362,6 +366,13 @@ def has_validation(source):
     return None
 
 
+def with_parts(config):
+    """config with the parts of a source in the hub's layout: its train as source and, unless one is given, its val_source."""
+    val_source, train = config.val_source or has_validation(config.source) or "", os.path.join(config.source, "train")
+    train = train if not is_hub(config.source) and os.path.isdir(train) else config.source
+    return dataclasses.replace(config, source=train, val_source=val_source)
+
+
 def read_hub(source, patterns, bar, retries=5):
     """The records of a hub set. After a broken connection, continues behind the last record; gives up after `retries`."""
     stream = open_hub(source, patterns)
@@ -405,8 +416,11 @@ def read_builtin(path, bar):
         yield "python", text, path, True
 
 
-def read_source(source, patterns, on_error, bad, desc, seed=None):
-    """Batches (lists of items) of a whole source; the batches' limits depend on nothing but the text (and the seed)."""
+def read_source(source, patterns, on_error, desc, seed=None):
+    """
+    Batches (lists of items) of a whole source; the batches' limits depend on nothing but the text (and the seed). A damaged
+    shard is an item too, since it only counts when all before it was written and more is wanted.
+    """
     if source == "builtin":
         files, read, total = builtin_files()[1], read_builtin, None
     elif is_hub(source):
@@ -427,10 +441,9 @@ def read_source(source, patterns, on_error, bad, desc, seed=None):
                         yield batch, bar
                         batch, size = [], 0
             except BadShard as e:
+                batch.append(("damaged shard", b"", str(e), False))
                 if on_error == "stop":
-                    raise BadShard(f"{e} (--on_error=skip goes on without the rest of it)") from None
-                bar.write(f"skipped: {e}", file=sys.stderr)
-                bad["damaged shard", str(e)] += 1
+                    break
         if batch:
             yield batch, bar
 
@@ -456,35 +469,44 @@ def workers(tokenizer, num_proc):
         return
     spawn = multiprocessing.get_context("spawn")
     pool = concurrent.futures.ProcessPoolExecutor(num_proc, spawn, start_worker, (tokenizer.name,))
+    ours = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the workers inherit it: after Ctrl-C this process ends them
     try:
+        for _ in range(min(num_proc, 2 * (os.cpu_count() or 1))):
+            pool.submit(int)  # starts one
+        signal.signal(signal.SIGINT, ours)
         yield pool
     finally:
+        signal.signal(signal.SIGINT, ours)
         pool.shutdown(wait=False, cancel_futures=True)
 
 
 def encode_batch(items, hashed=True, tokenizer=None):
     """
     ids of all documents in one array; for each piece (source, hash, bytes, tokens, ends); and the bad ones as
-    [(kind, where, pieces before)]. A document's end-of-text id is part of its tokens. hashed: False leaves the hash 0.
+    [(kind, where, at)], at: 2 i + 1 for what was mended in piece i, 2 i for what was skipped before it. A document's
+    end-of-text id is part of its tokens. hashed: False leaves the hash 0.
     """
     tokenizer, arrays, pieces, bad = tokenizer or worker, [], [], []
     for kind, raw, where, ends in items:
-        source = kind
+        source, at = kind, 2 * len(pieces)
+        if kind == "damaged shard":
+            bad.append((kind, where, at))
+            continue
         try:
             text = raw.decode() if kind != "json" else None
         except UnicodeDecodeError:
             text = raw.decode(errors="replace")
-            bad.append(("not UTF-8 (replaced)", where, len(pieces)))
+            bad.append(("not UTF-8 (replaced)", where, at + 1))
         if kind == "json":
             try:
                 record = json.loads(raw)
             except (ValueError, RecursionError) as e:
-                bad.append(("not UTF-8" if isinstance(e, UnicodeDecodeError) else "not JSON", where, len(pieces)))
+                bad.append(("not UTF-8" if isinstance(e, UnicodeDecodeError) else "not JSON", where, at))
                 continue
             text = record.get("text") if isinstance(record, dict) else None
             if not isinstance(text, str) or not text.strip():
                 bad.append(("empty text" if isinstance(text, str) else "text is null" if isinstance(record, dict)
-                            and "text" in record and text is None else "no text", where, len(pieces)))
+                            and "text" in record and text is None else "no text", where, at))
                 continue
             meta = record.get("meta")
             if isinstance(meta, str) and meta.startswith("{"):  # some Parquet sets keep it as text
@@ -500,14 +522,14 @@ def encode_batch(items, hashed=True, tokenizer=None):
         except UnicodeEncodeError:  # half of a surrogate pair, which JSON can spell and UTF-8 can't
             text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
             utf8 = text.encode()
-            bad.append(("lone surrogates (replaced)", where, len(pieces)))
+            bad.append(("lone surrogates (replaced)", where, at + 1))
         try:
             ids = tokenizer.encode(text)
         except BaseException as e:  # tiktoken's regex engine gives up, or panics, on a million spaces
             if not isinstance(e, ValueError) and type(e).__name__ != "PanicException":
                 raise
             ids = np.concatenate([tokenizer.encode(text[i:i + 10_000]) for i in range(0, len(text), 10_000)])
-            bad.append(("too long a run for the tokenizer (encoded in parts)", where, len(pieces)))
+            bad.append(("too long a run for the tokenizer (encoded in parts)", where, at + 1))
         arrays += [ids, [tokenizer.eot]] if ends else [ids]
         digest = int.from_bytes(hashlib.blake2b(utf8, digest_size=8).digest(), "little") if hashed else 0
         pieces.append((source, digest, len(utf8), len(ids) + ends, ends))
@@ -705,12 +727,10 @@ def prepare(config):
     meta = dict(format=1, tokenizer=tokenizer.name, vocab_size=tokenizer.n_vocab, eot=tokenizer.eot,
                 dtype=str(bin_dtype(tokenizer.n_vocab)), source=config.source, val_source=config.val_source,
                 val_fraction=config.val_fraction, max_tokens=config.max_tokens, mix=config.mix, seed=config.seed)
-    quotas = parse_mix(config)
-    if not config.val_source and (found := has_validation(config.source)):
-        config = dataclasses.replace(config, val_source=found)
-        print(f"validation text: {found}")
-    if not is_hub(config.source) and os.path.isdir(os.path.join(config.source, "train")):  # the hub's layout
-        config = dataclasses.replace(config, source=os.path.join(config.source, "train"))
+    quotas, given = parse_mix(config), config
+    config = with_parts(config)
+    if config.val_source != given.val_source:
+        print(f"validation text: {config.val_source}")
     for source in filter(None, (config.source, config.val_source)):
         if source != "builtin":
             (open_hub if is_hub(source) else find_files)(source, config.data_files if source == config.source else "")
@@ -738,7 +758,9 @@ def prepare(config):
                        if empty == "train" and config.mix else
                        f"; --max_tokens={config.max_tokens} is below the first one's length"
                        if empty == "train" and config.max_tokens else
-                       "; give more text, or --val_source=FILE" if not config.val_source else ""))
+                       "; give more text, or --val_source=FILE" if not config.val_source else
+                       f"; --val_source={config.val_source} has no text" + (f" of the sources in --mix={config.mix}"
+                                                                            if config.mix else "") if empty == "val" else ""))
             meta.update(bins=bins, sources=counts, skipped=dict(collections.Counter(
                 {kind: n for kind, n in by_kind(bad).items()})))
             writer.commit(meta)
@@ -813,13 +835,14 @@ def fill(writer, config, tokenizer, pool, num_proc, quotas):
     for given in ("source", "val_source") if config.val_source else ("source",):
         split = "val" if given == "val_source" else "train"
         hold = given == "source" and not config.val_source  # hold out a part by hash
-        held, full = None, False  # the piece of the smallest hash: validation text even if none is below val_fraction
-        batches = read_source(getattr(config, given), config.data_files if given == "source" else "", config.on_error, bad,
-                              split, config.seed if quotas and given == "source" else None)
+        held = None  # the piece of the smallest hash: validation text even if none is below val_fraction
+        end = math.inf  # encode_batch's `at` behind which nothing counts: there is enough text
+        batches = read_source(getattr(config, given), config.data_files if given == "source" else "", config.on_error, split,
+                              config.seed if quotas and given == "source" else None)
         with contextlib.closing(encode_all(batches, hold, tokenizer, pool, num_proc)) as results:
             for (ids, pieces, wrong), bar in results:
                 at = 0
-                for i, piece in enumerate(pieces):  # noqa: B007
+                for i, piece in enumerate(pieces):
                     source, digest, _, n, _ = piece
                     if quotas and source not in quotas:
                         at += n
@@ -839,7 +862,7 @@ def fill(writer, config, tokenizer, pool, num_proc, quotas):
                             del open_quotas[source]
                     elif split == "train" and config.max_tokens:
                         if total + n > config.max_tokens:
-                            full = True
+                            end = 2 * i
                             break
                         total += n
                     if hold and config.val_fraction and (held is None or digest < held[0][1]):
@@ -847,15 +870,20 @@ def fill(writer, config, tokenizer, pool, num_proc, quotas):
                     if piece is not None:
                         put(split, piece, own)
                     if split == "train" and quotas and not open_quotas:
-                        full = True
+                        end = 2 * i + 1
                         break
-                for kind, where, before in wrong:
-                    if not full or before <= i:  # what comes behind the last document doesn't count
-                        first = not any(k == kind for k, _ in bad)
-                        bad[kind, where if first else ""] += 1
+                for kind, where, where_at in wrong:
+                    if where_at > end:
+                        break
+                    if kind == "damaged shard" and config.on_error == "stop":
+                        raise BadShard(f"{where} (--on_error=skip goes on without the rest of it)")
+                    if kind == "damaged shard":
+                        bar.write(f"skipped: {where}", file=sys.stderr)
+                    first = not any(k == kind for k, _ in bad)
+                    bad[kind, where if first else ""] += 1
                 tokens = sum(c["tokens"] for s in counts.values() for c in s.values())
                 bar.set_postfix_str(f"{tokens / (time.time() - began):,.0f} tokens/s", refresh=False)
-                if full:
+                if end < math.inf:
                     break
         if held is not None:
             has_val = any(c["val"]["tokens"] for c in counts.values())

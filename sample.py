@@ -105,9 +105,15 @@ def main():
     with autocast:
         tokens = model.stream(idx, config.max_new_tokens, config.temperature, config.top_k, config.top_p, lengths,
                               n_vocab=tokenizer.n_vocab, seed=config.seed, compile=config.compile)
-        first = next(tokens)  # the prompt's pass, and what the device starts up with, are not decoding speed
+        try:  # the prompt's pass, what the device starts up with, and compiling at the second token, are not decoding speed
+            first = list(itertools.islice(tokens, 1 + config.compile))
+        except Exception as e:  # no C++ compiler, an old GPU, a platform without Triton: all kinds of errors
+            if not config.compile:
+                raise
+            raise UserError(f"--compile=True does not work here ({type(e).__name__}: {str(e).strip().splitlines()[0][:120]}); "
+                            "leave it out") from None
         began = time.perf_counter()
-        tokens = itertools.chain([first], tokens)
+        tokens = itertools.chain(first, tokens)
         if len(ids) == 1:
             print(prompts[0], end="", flush=True)
             text = codecs.getincrementaldecoder("utf-8")("replace")  # a character may take several tokens
@@ -118,8 +124,8 @@ def main():
             rows = torch.stack(list(tokens), dim=1).tolist()
             for prompt, row in zip(itertools.chain.from_iterable([p] * config.num_samples for p in prompts), rows):
                 print(prompt + tokenizer.decode_bytes(row).decode(errors="replace") + "\n---------------")
-    speed = len(ids) * (config.max_new_tokens - 1) / (time.perf_counter() - began)
-    rate = f"{speed:,.0f} tokens/s" if config.max_new_tokens > 1 else "one token"
+    timed = config.max_new_tokens - len(first)
+    rate = f"{len(ids) * timed / (time.perf_counter() - began):,.0f} tokens/s" if timed > 0 else "too short to be timed"
     print(f"[{rate}, KV cache {cache_bytes:,} bytes, {name}, {dtype}]", file=sys.stderr)
 
 

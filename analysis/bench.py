@@ -50,7 +50,7 @@ class Config(train.Config):
     kv_length: int = 0  # with decode: also how many sequences of this length fit beside their cache, and their speed
     shards: str = ""  # a file or folder of shards: measure prepare.py on them instead
     num_proc: int = 2  # with shards: processes that tokenize
-    tokenizer: str = "gpt2"  # with shards: as prepare.py's, by name or path
+    tokenizer: str = "auto"  # with shards: as prepare.py's
 
 
 def resolved_runs(config):
@@ -295,30 +295,41 @@ for path in sys.argv[2:]:
 
 def preparing(config, table):
     """Seconds of prepare.py, and of as many bare processes, each with its share of the shards; starting them included."""
-    paths = sorted(prepare.find_files(config.shards), key=os.path.getsize)
+    if not os.path.exists(config.shards):
+        raise UserError(f"--shards={config.shards}: no such file or folder; expected local shards, at least --num_proc")
+    n, parts = config.num_proc, prepare.with_parts(prepare.Config(source=config.shards))
+    paths = [p for part in (parts.source, parts.val_source) if part for p in prepare.find_files(part)]
+    paths.sort(key=os.path.getsize)
+    if len(paths) < n:
+        raise UserError(f"--shards={config.shards}: {len(paths)} files for {n} processes: give more, or a smaller --num_proc")
 
     def measure(name, *commands):
-        """All at the same time. Raises UserError with the last line of one that fails."""
+        """All at the same time; returns prepare.py's meta. Raises UserError with the last line of one that fails."""
         env, began, cpu = {**os.environ, "PYTHONPATH": os.path.dirname(prepare.__file__)}, time.perf_counter(), os.times()
         running = [subprocess.Popen([sys.executable, *c], env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
                    for c in commands]
         for process, said in [(process, process.communicate()[1].split("\n")) for process in running]:
             if process.returncode:
-                raise UserError(f"--shards={config.shards}: {' '.join(said[-2:]).strip() or 'a process died'}")
+                line = " ".join(said[-2:]).strip()
+                raise UserError(line.removeprefix("error: ") or f"--shards={config.shards}: a process died")
         seconds = time.perf_counter() - began
         with open(os.path.join(folder, "meta.json"), encoding="utf-8") as f:
-            size = sum(c["bytes"] for splits in json.load(f)["sources"].values() for c in splits.values())
+            meta = json.load(f)
+        if meta["skipped"]:
+            raise UserError(f"--shards={config.shards}: prepare.py skipped or mended {meta['skipped']}, which a bare process "
+                            "can't: give shards without such")
+        size = sum(c["bytes"] for splits in meta["sources"].values() for c in splits.values())
         cpu = sum(b - a for a, b in zip(cpu[2:4], os.times()[2:4]))  # of the children and of theirs
         add(table, name, dict(seconds=seconds, cpu_seconds=cpu, bytes_per_s=size / seconds))
+        return meta
 
-    n = config.num_proc
     with tempfile.TemporaryDirectory() as folder:
         for i in range(1, ROUNDS + 1):  # by turns, since such times differ by several percent
-            measure(f"prepare.py, {n} processes, round {i}",
-                    [prepare.__file__, f"--source={config.shards}", f"--out_dir={folder}", f"--num_proc={n}",
-                     f"--tokenizer={config.tokenizer}"])
+            meta = measure(f"prepare.py, {n} processes, round {i}",
+                           [prepare.__file__, f"--source={config.shards}", f"--out_dir={folder}", f"--num_proc={n}",
+                            f"--tokenizer={config.tokenizer}"])
             measure(f"{n} bare processes, round {i}",
-                    *(["-c", BARE, config.tokenizer, *paths[j::n]] for j in range(n)))
+                    *(["-c", BARE, meta["tokenizer"], *paths[j::n]] for j in range(n)))
 
 
 def add(table, name, row):
@@ -359,7 +370,7 @@ def main():
     card = torch.cuda.get_device_name() if resolved.device.startswith("cuda") else "cpu"
     path = os.path.join(config.out_dir, re.sub(r"[^a-z0-9]+", "-", card.lower()) + ".json")
     os.makedirs(config.out_dir, exist_ok=True)
-    tables, rows = {}, {}
+    tables, rows, done = {}, {}, False
     if os.path.exists(path):
         try:
             with open(path, encoding="utf-8") as f:
@@ -368,14 +379,12 @@ def main():
             raise UserError(f"{path}: not written by analysis.bench, or damaged; move it away") from None
     try:
         {"training": training, "decoding": decoding, "preparing": preparing}[kind](config, rows)
-    except KeyboardInterrupt:
-        print("stopped; what was measured is kept", file=sys.stderr)
-        sys.exit(130)
-    finally:  # also what was measured before Ctrl-C or an error
-        if rows:
-            words = [w for w in sys.argv[1:] if not w.startswith("--out_dir")]
-            words = [re.sub(r"^(--(?:nanogpt|gpt_fast|shards))=.*", r"\1=PATH", w) for w in words]
-            tables[" ".join(words)] = dict(
+        done = True
+    finally:  # also what was measured before Ctrl-C or an error, but not in place of a table that was finished
+        words = [w for w in sys.argv[1:] if not w.startswith("--out_dir")]
+        key = " ".join(re.sub(r"^(--(?:nanogpt|gpt_fast|shards))=.*", r"\1=PATH", w) for w in words)
+        if rows and (done or key not in tables):
+            tables[key] = dict(
                 device=card, torch=torch.__version__, cuda=torch.version.cuda, cudnn=torch.backends.cudnn.version(),
                 triton=kernels.triton and kernels.triton.__version__, dtype=resolved.dtype, compile=resolved.compile,
                 cores=os.cpu_count(), rows=rows)

@@ -79,10 +79,30 @@ def test_preparing(tmp_path, capsys, monkeypatch):
 
 def test_shards_that_prepare_refuses(tmp_path, capsys, monkeypatch):
     """Its line is ours, whether prepare.py or a bare process finds it."""
-    (tmp_path / "cut.jsonl").write_text('{"text": "sound"}\n{"text": "cu')
-    code, _, err = run_command(bench, capsys, monkeypatch, *TINY, "--shards=cut.jsonl", "--tokenizer=bytes", "--out_dir=b")
-    assert code == 2 and "cut.jsonl: line 2, the last, is cut" in err and "Traceback" not in err
-    assert not os.path.exists("b/cpu.json")
+    sound = json.dumps({"text": "sound"}) + "\n"
+    for name, text, options, words in [
+            ("cut", sound + '{"text": "cu', (), "cut.jsonl: line 2, the last, is cut"),
+            ("broken", sound + sound.replace("sound", "second") + "{broken\n", (),
+             "--shards=broken.jsonl: prepare.py skipped or mended {'not JSON': 1}"),
+            ("sound", sound * 9, ("--tokenizer=nosuch",), "error: tokenizer 'nosuch'"),
+            ("sound", sound * 9, ("--num_proc=2",), "--shards=sound.jsonl: 1 files for 2 processes")]:
+        (tmp_path / f"{name}.jsonl").write_text(text)
+        options = f"--shards={name}.jsonl", "--tokenizer=bytes", "--num_proc=1", "--out_dir=b", *options
+        code, _, err = run_command(bench, capsys, monkeypatch, *TINY, *options)
+        assert code == 2 and words in err and err.count("error:") == 1 and "Traceback" not in err
+        assert not os.path.exists("b/cpu.json")
+
+
+def test_both_read_the_same_parts(tmp_path, capsys, monkeypatch):
+    """Shards of other splits are nobody's."""
+    for name in ("train-0", "train-1", "validation-0", "test-0"):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": f"{name} {i}"}) + "\n" for i in range(9)))
+    taken = []
+    monkeypatch.setattr(bench.subprocess, "Popen", lambda c, do=bench.subprocess.Popen, **how: taken.append(c) or do(c, **how))
+    code, _, err = run_command(bench, capsys, monkeypatch, *TINY, f"--shards={tmp_path}", "--tokenizer=bytes", "--out_dir=b")
+    assert code == 0, err
+    bare = [os.path.basename(word) for c in taken[1:3] for word in c if word.endswith(".jsonl")]
+    assert sorted(bare) == ["train-0.jsonl", "train-1.jsonl", "validation-0.jsonl"]
 
 
 @pytest.mark.parametrize("args, words", [
@@ -128,5 +148,13 @@ def test_rows_that_do_not_fit_are_left_out(capsys, monkeypatch):
 
 def test_interrupted_it_keeps_what_was_measured(capsys, monkeypatch):
     code, _, err = two_runs(capsys, monkeypatch, lambda c: c.value_residual, KeyboardInterrupt)
-    assert code == 130 and "what was measured is kept" in err
+    assert code == 130 and err.endswith("stopped\n") and "Traceback" not in err
     assert [n for t in record().values() for n in t["rows"]] == ["a"]
+
+
+def test_a_finished_table_is_not_replaced_by_half_a_one(capsys, monkeypatch):
+    assert two_runs(capsys, monkeypatch, lambda c: False, None)[0] == 0
+    finished = record()
+    assert [n for t in finished.values() for n in t["rows"]] == ["a", "b", "a, again"]
+    assert two_runs(capsys, monkeypatch, lambda c: c.value_residual, KeyboardInterrupt)[0] == 130
+    assert record() == finished

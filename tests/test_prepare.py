@@ -181,7 +181,7 @@ def make_source(folder, kind, docs):
         frames = [compress(data[a:b], suffix) for a, b in zip(cuts, cuts[1:])]
         if suffix == ".zst":  # pzstd and seekable files hold skippable frames
             frames.insert(2, struct.pack("<II", 0x184D2A50, 4) + b"skip")
-        path.write_bytes(b"".join(frames))
+        path.write_bytes(b"".join(frames) + (b"\0" * 5000 if suffix == ".gz" else b""))  # as tape and block devices pad it
         return path
     path = folder / ("one" + kind.split()[0])
     shard(path, docs)
@@ -548,21 +548,49 @@ def test_mix(tmp_path):
 
 
 @pytest.mark.parametrize("own_val", [False, True])
-@pytest.mark.parametrize("options", [{}, {"max_tokens": 20_000}, {"max_tokens": 20_000, "mix": "C4:3,Wikipedia:1"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"max_tokens": 40_000}, {"max_tokens": 40_000, "mix": "C4:3,Wikipedia:1"}], ids=str)
 def test_nothing_depends_on_how_texts_are_batched(tmp_path, monkeypatch, options, own_val):
-    """Bins, counts and what was skipped, where the end comes in the middle of a task; validation text is taken whole."""
+    """
+    Bins, counts and what was skipped, mended or damaged, in meta.json's order, where the end comes in the middle of a task; all
+    validation text of the mix's sources is taken.
+    """
     docs = some_docs(900, ("C4", "Wikipedia"))
-    lines = [record(*doc) + (b"{broken\n" if i % 7 == 3 else b"") for i, doc in enumerate(docs)]
-    (tmp_path / "a.jsonl").write_bytes(b"".join(lines))
-    val = shard(tmp_path / "v.jsonl", some_docs(60, ("C4", "Wikipedia"), seed=1)) if own_val else ""
+    lines = [record(*doc) + {3: b"{broken\n", 5: record("mended \ud83d")}.get(i % 7, b"") for i, doc in enumerate(docs)]
+    for i in range(9):
+        shard = b"".join(lines[i * 100:(i + 1) * 100])
+        (tmp_path / f"{i}.jsonl").write_bytes(shard + b"{cut" * (i % 2))
+    (tmp_path / "4b.jsonl").write_bytes(b"")
+    val = tmp_path / "val/v.jsonl"
+    val.parent.mkdir()
+    val.write_bytes(b"".join(record(*doc) for doc in some_docs(60, ("C4", "Wikipedia"), seed=1)))
     made = []
     for size in (1, 3000, 1 << 20):
         monkeypatch.setattr(prepare, "BATCH", size)
-        meta = prep(tmp_path / "a.jsonl", tmp_path / "out", val_source=val, **options)
-        made.append((meta, [(tmp_path / "out" / f"{name}.bin").read_bytes() for name in ("train", "val")]))
-    assert made[0] == made[1] == made[2] and made[0][0]["skipped"]
+        meta = prep(tmp_path, tmp_path / "out/bins", val_source=str(val) if own_val else "", data_files="*.jsonl",
+                    on_error="skip", **options)
+        made.append((json.dumps(meta), [(tmp_path / f"out/bins/{name}.bin").read_bytes() for name in ("train", "val")]))
+    assert made[0] == made[1] == made[2]
+    assert meta["skipped"].keys() == {"not JSON", "lone surrogates (replaced)", "damaged shard"}
     if own_val:
         assert sum(c["val"]["documents"] for c in meta["sources"].values()) == 60
+
+
+@pytest.mark.parametrize("num_proc", [1, 2])
+@pytest.mark.parametrize("options", [{"max_tokens": 2000}, {"max_tokens": 2000, "mix": "C4:1"}], ids=str)
+def test_what_is_wrong_behind_the_last_document_does_not_count(tmp_path, options, num_proc):
+    """Damage that was read ahead, and what was mended in the first document that is left out."""
+    good, mended = record("x" * 99), record("y" * 96 + "\ud83d")  # 100 tokens
+    (tmp_path / "a.jsonl").write_bytes(mended + good * 19 + mended + good * 2000 + b"{broken\n{cut")
+    val = shard(tmp_path / "val/v.jsonl", some_docs(5, ("C4", "Book")))
+    meta = prep(tmp_path, tmp_path / "out", val_source=val, data_files="*.jsonl", num_proc=num_proc, **options)
+    assert meta["skipped"] == {"lone surrogates (replaced)": 1}
+    assert set(meta["sources"]) == ({"C4"} if "mix" in options else {"C4", "Book"})
+
+
+def test_validation_text_without_the_mixs_sources(tmp_path):
+    path, val = (shard(tmp_path / f"{name}.jsonl", some_docs(50, (name,))) for name in ("C4", "Book"))
+    with pytest.raises(UserError, match=r"--val_source=.*Book\.jsonl has no text of the sources in --mix=C4:1"):
+        prep(path, tmp_path / "out", val_source=val, max_tokens=500, mix="C4:1")
 
 
 def test_mix_of_a_source_that_runs_dry(tmp_path, capsys):
@@ -977,6 +1005,11 @@ def test_parquet(tmp_path, meta):
     prep(path, tmp_path / "out")
     check_bins(tmp_path / "out", docs)
     old = snapshot(tmp_path / "out")
+    column = pyarrow.array([b"caf\xc3\xa9", b"\xff"] * 20, pyarrow.binary())
+    parquet.write_table(pyarrow.table({"text": column}), tmp_path / "binary.parquet")
+    meta = prep(tmp_path / "binary.parquet", tmp_path / "binary", val_source=shard(tmp_path / "v.jsonl", some_docs()))
+    assert set(bag(in_bin(tmp_path / "binary/train.bin"))) == {"café", "\ufffd"}
+    assert meta["skipped"] == {"lone surrogates (replaced)": 20}
     for content in (path.read_bytes()[:-100], b"no parquet at all", b""):
         (tmp_path / "bad.parquet").write_bytes(content)
         with pytest.raises(UserError, match=r"bad\.parquet"):
@@ -1139,6 +1172,21 @@ def in_the_middle(source, out_dir, ranks):
                 os.kill(pid, signal.SIGCONT)
                 os.kill(pid, signal.SIGKILL)
         process.wait()
+
+
+@linux
+def test_ctrl_c(tmp_path, slow_source, ranks):
+    """It reaches all processes of a terminal: one word, exit code 130; the old bins stay, no worker is left."""
+    out = tmp_path / "out"
+    prep(shard(tmp_path / "old.jsonl", some_docs()), out)
+    old = snapshot(out)
+    with in_the_middle(slow_source, out, ranks) as (process, workers):
+        for pid in (*workers, process.pid):
+            os.kill(pid, signal.SIGINT)
+        assert process.wait(timeout=20) == 130
+        wait_for(lambda: not any(map(alive, workers)), 20, "the workers' end")
+        assert process.log.read_text().endswith("\nstopped\n") and "Traceback" not in process.log.read_text()
+    assert snapshot(out) == old
 
 
 @linux

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -250,6 +251,12 @@ def test_compiled_text_is_the_plain_one(out, monkeypatch, capsys, fast):
     plain = capsys.readouterr().out
     assert call(sample.main, *options, "--compile=True", f"--fast={fast}") == 0
     assert capsys.readouterr().out == plain
+    if not cuda:
+        def fails(*args, **kwargs):
+            raise RuntimeError("no compiler\nand more")
+        monkeypatch.setattr(torch, "compile", lambda f, **_: fails)
+        assert call(sample.main, *options, "--compile=True") == 2
+        assert capsys.readouterr().err.startswith("error: --compile=True does not work here (RuntimeError: no compiler); leave")
     assert calls == (["compile"] if not cuda else ["kernel"] if fast and kernels.triton else [])
 
 
@@ -338,6 +345,15 @@ def test_speed_and_cache_are_told_at_the_end(out, text):
     assert numbers(text.err)[1] == 3 * sizes["vanilla"]
     text("--start=abc", max_new_tokens=100)
     assert numbers(text.err)[1] == 2 * 2 * 32 * 4 * T  # never more than block_size tokens
+
+
+def test_compiling_is_not_decoding_speed(text, monkeypatch):
+    seconds = [0.5]
+    monkeypatch.setattr(torch, "compile", lambda f, **_: lambda *args: (time.sleep(seconds.pop() if seconds else 0), f(*args))[1])
+    text("--start=abc", "--compile=True", max_new_tokens=8)
+    assert numbers(text.err)[0] > 20  # 8 tokens in 0.5 s are 16
+    text("--start=abc", "--compile=True", max_new_tokens=2)
+    assert "too short to be timed" in text.err
 
 
 # ---------------------------------------------------------------------------------------------------------------------
