@@ -348,8 +348,8 @@ def test_speed_and_cache_are_told_at_the_end(out, text):
 
 
 def test_compiling_is_not_decoding_speed(text, monkeypatch):
-    seconds = [0.5]
-    monkeypatch.setattr(torch, "compile", lambda f, **_: lambda *args: (time.sleep(seconds.pop() if seconds else 0), f(*args))[1])
+    waits = [0.5]
+    monkeypatch.setattr(torch, "compile", lambda f, **_: lambda *args: (time.sleep(waits.pop() if waits else 0), f(*args))[1])
     text("--start=abc", "--compile=True", max_new_tokens=8)
     assert numbers(text.err)[0] > 20  # 8 tokens in 0.5 s are 16
     text("--start=abc", "--compile=True", max_new_tokens=2)
