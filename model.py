@@ -92,7 +92,8 @@ class GPTConfig:
 
     def source_layer(self, n):
         """The layer that value_source names, as layer n sees it: n or later ones are no source for it."""
-        return {"first": 1, "previous": n - 1}.get(self.value_source) or int(self.value_source)
+        named = {"first": 1, "previous": n - 1}
+        return named[self.value_source] if self.value_source in named else int(self.value_source)
 
     def sources(self, t, n):
         """The earlier layers whose t is mixed into layer n's own; empty: layer n does not mix."""
@@ -101,7 +102,7 @@ class GPTConfig:
                 return []
             if self.value_mix == "dense" or self.value_source == "all":
                 return list(range(1, n))
-            return [self.source_layer(n)] if self.source_layer(n) < n else []
+            return [self.source_layer(n)] if 0 < self.source_layer(n) < n else []
         return [1] if n > 1 and {"q": self.query_residual, "k": self.key_residual, "x": self.hidden_residual}[t] else []
 
     def slot(self, t, n):
@@ -319,7 +320,8 @@ class Attention(nn.Module):
             q = (q + seen["q"][1]) / 2
         if self.mixed["k"]:
             k = (k + seen["k"][1]) / 2
-        mixed, fixed = v, cache is not None and cache.at is not None
+        mixed = v
+        fixed = cache is not None and cache.at is not None
         if fixed and self.attend_new:
             y, weights = self.attend_new(q, k, v, cache, self.layer, mask), None
         else:

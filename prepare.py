@@ -818,7 +818,7 @@ def fill(writer, config, tokenizer, pool, num_proc, quotas):
     Write all documents to their bins. Returns {source: {train|val: {documents, bytes, tokens}}}, the bad ones as
     {(kind, where): count}, and the quotas of the mix that were not filled.
     """
-    counts, bad, total, began = {}, collections.Counter(), 0, time.time()
+    counts, bad, seen, total, began = {}, collections.Counter(), set(), 0, time.time()
     open_quotas = dict(quotas)  # source -> training tokens still wanted; a source leaves when 99 % of its share is there
 
     def put(split, piece, ids):
@@ -844,6 +844,7 @@ def fill(writer, config, tokenizer, pool, num_proc, quotas):
                 at = 0
                 for i, piece in enumerate(pieces):
                     source, digest, _, n, _ = piece
+                    seen.add(source)
                     if quotas and source not in quotas:
                         at += n
                         continue
@@ -885,6 +886,9 @@ def fill(writer, config, tokenizer, pool, num_proc, quotas):
                 bar.set_postfix_str(f"{tokens / (time.time() - began):,.0f} tokens/s", refresh=False)
                 if end < math.inf:
                     break
+        if missing := ", ".join(sorted(set(quotas) - seen)):
+            raise UserError(f"--mix={config.mix}: {getattr(config, given)} has no text of {missing}, only of "
+                            f"{', '.join(sorted(seen)) or 'nothing'}: name those")
         if held is not None:
             has_val = any(c["val"]["tokens"] for c in counts.values())
             put("train" if has_val else "val", *held)

@@ -10,6 +10,7 @@ One sample is printed while it is made. <|endoftext|> in a prompt is the end-of-
 import codecs
 import contextlib
 import itertools
+import pathlib
 import sys
 import time
 import warnings
@@ -79,7 +80,8 @@ def main():
         ckpt = load_checkpoint(f"{config.out_dir}/ckpt.pt")
         model = from_checkpoint(ckpt)
     except ValueError as e:
-        raise UserError(f"--out_dir={config.out_dir}: {e}") from None
+        below = ", ".join(sorted(f.parent.as_posix() for f in pathlib.Path(config.out_dir).glob("*/**/ckpt.pt"))[:9])
+        raise UserError(f"--out_dir={config.out_dir}: {e}" + (f"; there are {below}" if below else "")) from None
     if not isinstance(ckpt.get("data"), dict) or "tokenizer" not in ckpt["data"]:
         raise UserError(f"--out_dir={config.out_dir}: ckpt.pt does not name its tokenizer; damaged, or not written by train.py")
     tokenizer = get_tokenizer(ckpt["data"]["tokenizer"])
@@ -89,7 +91,7 @@ def main():
         raise UserError(f"--device={config.device}: {e}") from None
     model.to(name)
     device = torch.device(name)
-    bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported()
+    bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(False)
     dtype = config.dtype if config.dtype != "auto" else "bfloat16" if bf16 else "float32"
     model.cast_matrices(getattr(torch, dtype))
     if config.fast and config.compile and device.type == "cuda" and kernels.triton:

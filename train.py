@@ -77,7 +77,7 @@ class Config(GPTConfig):
     tensorboard_log: bool = False  # write the log's lines for TensorBoard too, to out_dir (pip install tensorboard)
     # machine
     device: str = "auto"  # cuda, cuda:1, mps, cpu; auto: the first of these that is there
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: bfloat16 on CUDA that has it, else float32
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: on CUDA bfloat16 or, without it, float16
     compile: bool | Literal["auto"] = "auto"  # torch.compile; auto: on CUDA only
     backend: Literal["auto", "nccl", "gloo"] = "auto"  # of torch.distributed; auto: nccl on CUDA, gloo on a CPU
     fast: bool = True  # on CUDA: kernels.py, cuDNN's attention, with bfloat16 a residual stream of it; False: the plain paths
@@ -185,6 +185,13 @@ class World:
             torch.distributed.all_reduce(tensor)
         return tensor
 
+    def first(self, x):
+        """Process 0's x, in all of them."""
+        box = [x]
+        if self.group:
+            torch.distributed.broadcast_object_list(box)
+        return box[0]
+
     def barrier(self):
         if self.group:
             torch.distributed.barrier()
@@ -205,6 +212,8 @@ def resolve(config, world):
     at_least(config, 0, "learning_rate", "min_lr", "warmup_iters", "lr_decay_iters", "weight_decay", "grad_clip",
              "tokens_per_iter", "max_tokens_per_iter", "value_lr_scale", "vocab_size", "sample_tokens")
     at_least(config, 0, "seed", below=1 << 63)
+    if not config.out_dir:
+        raise UserError("--out_dir= is empty: expected a folder")
     at_least(config, 0, "beta1", "beta2", "dropout", below=1)
     if config.min_lr > config.learning_rate and config.decay_lr:
         raise UserError(f"--min_lr={config.min_lr}: expected at most learning_rate={config.learning_rate}")
@@ -214,7 +223,7 @@ def resolve(config, world):
         name = f"cuda:{world.local_rank}"
     dtype = config.dtype
     if dtype == "auto":
-        dtype = "float32" if device.type != "cuda" else "bfloat16" if torch.cuda.is_bf16_supported() else "float16"
+        dtype = "float32" if device.type != "cuda" else "bfloat16" if torch.cuda.is_bf16_supported(False) else "float16"
     if config.value_lr_scale != 1 and not config.value_residual:
         raise UserError("--value_lr_scale needs value_residual=True with learned weights")
     for option, module in (("tensorboard_log", "torch.utils.tensorboard"), ("wandb_log", "wandb")):
@@ -407,7 +416,9 @@ def same(theirs, mine, folder):
     """Raises UserError with the names of what differs between two comparable() dicts."""
     differs = [f"{k} ({theirs.get(k)} there, {v} here)" for k, v in mine.items() if theirs.get(k) != v]
     if differs:
-        raise UserError(f"baseline {folder} is not comparable: {', '.join(differs)}; make them equal, or train a baseline")
+        follows = " (max_iters unless given: continue the baseline first)" if differs[0].startswith("lr_decay_iters") else ""
+        raise UserError(f"baseline {folder} is not comparable: {', '.join(differs)}{follows}; make them equal, or train "
+                        "a baseline")
 
 
 def check_baseline(config, data, folder):
@@ -484,6 +495,10 @@ class Run:
             if self.scaler and ckpt["scaler"]:
                 self.scaler.load_state_dict(ckpt["scaler"])
             self.iter, self.bad = ckpt["iter"], ckpt["bad_steps"]
+        there = world.first(self.iter)
+        if there != self.iter:
+            raise UserError(f"{self.path}: process {world.rank} would begin at iteration {self.iter} and process 0 at {there}: "
+                            "all machines need the same --out_dir, on a disk that all of them see")
         self.forward = self.model
         self.pending = []
 
@@ -813,6 +828,8 @@ def train_one(config, world, signals):
                 f"{config.tokens_per_iter:,} tokens = {world.size} processes x {run.micro_steps} micro-steps x "
                 f"{run.micro_batch} windows x {config.block_size}; {config.max_iters * batch / windows:.2f} epochs of "
                 f"{windows:,} windows")
+        if not data.meta:
+            run.say(f"note: {data.path} has no meta.json: read as gpt2's tokens, as nanoGPT writes them")
         if config.warmup_iters >= config.lr_decay_iters and config.decay_lr:
             run.say(f"note: warmup_iters={config.warmup_iters} is not below lr_decay_iters={config.lr_decay_iters}: the "
                     "learning rate falls to min_lr right after its warmup, or never reaches its peak")
@@ -952,17 +969,28 @@ def sample_text(folder, config, tokens):
     return tokenizer.decode_bytes(ids[0, 1:].tolist()).decode(errors="replace")
 
 
+@contextlib.contextmanager
+def naming(run):
+    """A UserError from inside names the run of a list."""
+    try:
+        yield
+    except UserError as e:
+        raise UserError(f"run {run}: {e}") from None
+
+
 def train_list(config, world, signals):
     planned = plan(config)
     facts = {}
-    for _, _, run in planned:  # refuse everything that can be refused before the first hour of training
-        resolved = resolve(run, world)
-        checked_model_config(resolved, run.vocab_size or 64)
-        micro_batches(resolved, world)
-        facts[run.out_dir] = comparable(resolved, open_data(resolved, world))
-    for _, _, run in planned:
-        if run.baseline in facts:
-            same(facts[run.baseline], facts[run.out_dir], run.baseline)
+    for name, _, run in planned:  # refuse everything that can be refused before the first hour of training
+        with naming(name):
+            resolved = resolve(run, world)
+            checked_model_config(resolved, run.vocab_size or 64)
+            micro_batches(resolved, world)
+            facts[run.out_dir] = comparable(resolved, open_data(resolved, world))
+    for name, _, run in planned:
+        with naming(name):
+            if run.baseline in facts:
+                same(facts[run.baseline], facts[run.out_dir], run.baseline)
     for name, _, run in planned:
         if world.rank == 0:
             own = ", ".join(f"{k}={v}" for k, v in config.runs[name].items())

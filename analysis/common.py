@@ -164,6 +164,11 @@ def find_runs(paths):
         found += [folder for folder in below if os.path.realpath(folder) not in map(os.path.realpath, found)]
     runs = [run for run, _ in usable([Run(path, common_folder(found)) for path in found], lambda run: run.config,
                                      "none of these folders has a config.json that can be read: give others")]
+    folders = {os.path.realpath(run.path) for run in runs}
+    for run in list(runs):
+        if os.path.join(os.path.realpath(run.path), seed := f"seed{run.config['seed']}") in folders:
+            skip(run, f"its {seed} below is the same system with the same seed")
+            runs.remove(run)
     return runs if listed else sorted(runs, key=lambda r: bool(r.config.get("baseline")))  # baselines first
 
 

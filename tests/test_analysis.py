@@ -32,6 +32,15 @@ def test_find_runs_in_order_of_their_list_with_names_and_systems(trained):
     assert len(twice) == 2
 
 
+def test_a_run_repeated_as_one_of_several_seeds_counts_once(trained, tmp_path, capsys):
+    """As when a list of runs was trained, and then again with --seeds."""
+    for seed in (1, 2):
+        shutil.copytree(trained / f"runs/vanilla/seed{seed}", tmp_path / f"vanilla/seed{seed}")
+    shutil.copytree(trained / "runs/vanilla/seed1", tmp_path / "vanilla", dirs_exist_ok=True)
+    assert [r.path for r in common.find_runs([str(tmp_path)])] == [str(tmp_path / f"vanilla/seed{n}") for n in (1, 2)]
+    assert "vanilla" in (err := capsys.readouterr().err) and "its seed1 below is the same system with the same seed" in err
+
+
 @pytest.mark.parametrize("path, words", [("nowhere", "no such folder"), ("", "config.json is missing")])
 def test_a_folder_without_runs_is_refused(tmp_path, path, words):
     with pytest.raises(UserError, match=words):

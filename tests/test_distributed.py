@@ -131,6 +131,18 @@ def test_one_process_that_raises_ends_the_job_with_its_error_first(folder):
     assert "the third iteration is cursed" in errors[0], out
 
 
+def test_machines_without_a_common_disk_are_told(folder):
+    """Process 1 sees an out_dir of its own, without the checkpoint of the first 4 iterations."""
+    apart = folder / "apart.py"
+    apart.write_text(PATCHED.format(repo=REPO, body="pass").replace("command(", "os.makedirs(f'disk{RANK}', exist_ok=True)\n"
+                                                                    "os.chdir(f'disk{RANK}')\ncommand("))
+    options = "--out_dir=out/apart", f"--data={folder}/data/tiny"
+    finish(launch(folder, 2, "--max_iters=4", *options, script=apart))
+    out = finish(launch(folder, 2, "--max_iters=8", *options, script=apart), code=1)
+    errors = [line for line in out.splitlines() if "error: " in line.lower() and "iteration" in line]
+    assert "would begin at iteration 0 and process 0 at 4" in errors[0] and "on a disk that all of them see" in errors[0], out
+
+
 def test_what_does_not_divide_is_said_once(folder):
     out = finish(launch(folder, 3, "--out_dir=out/three"), code=1)
     said = [line for line in out.splitlines() if line.startswith("error:")]

@@ -969,6 +969,7 @@ def test_value_lr_scale_is_1_by_default_and_a_step_moves_every_parameter():
     (dict(value_lambda2=0.0), "value_lambda2.*value_residual"),
     (dict(value_layers="2"), "value_layers.*value_residual"),
     (dict(value_source="previous"), "value_source.*value_residual"),
+    (dict(value_residual=True, value_source="previous", value_layers="1-2"), r"layers \[1\] have no earlier source"),
     (dict(value_source="second", value_residual=True), "value_source"),
     (dict(value_source="3", value_residual=True), "value_source"),  # the last layer has none after it
     (dict(value_source="0", value_residual=True), "value_source"),

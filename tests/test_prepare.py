@@ -587,6 +587,13 @@ def test_what_is_wrong_behind_the_last_document_does_not_count(tmp_path, options
     assert set(meta["sources"]) == ({"C4"} if "mix" in options else {"C4", "Book"})
 
 
+def test_a_mix_of_sources_that_are_not_there(tmp_path):
+    path = shard(tmp_path / "a.jsonl", some_docs(200, ("C4", "Book")))
+    with pytest.raises(UserError, match=r"--mix=c4:1,Book:1: .*a\.jsonl has no text of c4, only of Book, C4: name those"):
+        prep(path, tmp_path / "out", max_tokens=5000, mix="c4:1,Book:1")
+    assert snapshot(tmp_path / "out") == {}
+
+
 def test_validation_text_without_the_mixs_sources(tmp_path):
     path, val = (shard(tmp_path / f"{name}.jsonl", some_docs(50, (name,))) for name in ("C4", "Book"))
     with pytest.raises(UserError, match=r"--val_source=.*Book\.jsonl has no text of the sources in --mix=C4:1"):
