@@ -366,6 +366,11 @@ def test_missing_checkpoint(refused):
     assert "empty/ckpt.pt" in refused("--out_dir=empty")
 
 
+def test_a_folder_of_runs_names_them(out, refused):
+    err = refused(f"--out_dir={out}")
+    assert all(f"{out}/{name}" in err for name in SYSTEMS)
+
+
 @pytest.mark.parametrize("keep", [0, 1, 100, 0.5, 0.99])
 def test_truncated_checkpoint(out, refused, keep):
     """A cut file."""

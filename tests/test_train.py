@@ -1528,6 +1528,16 @@ def test_a_streak_of_bad_steps_within_one_log_interval_stops(data, capsys, monke
     assert "4 steps in a row" in refused(capsys, *args, "--max_bad_steps=4")
 
 
+def test_errors_of_a_list_name_the_run_and_a_later_baseline_what_to_do(data, tmp_path, capsys):
+    (tmp_path / "list.py").write_text("out_dir = 'o'\nruns = {'a': {}, 'b': {'value_residual': True, 'value_layers': '2-9'}}\n")
+    assert "run b: model options: value_layers='2-9'" in refused(capsys, "list.py", f"--data={data}")
+    assert "--out_dir= is empty" in refused(capsys, f"--data={data}", "--out_dir=")
+    assert go(f"--data={data}", "--out_dir=base", "--warmup_iters=0") == 0
+    err = refused(capsys, f"--data={data}", "--out_dir=o", "--warmup_iters=0", "--max_iters=8", "--baseline=base")
+    assert "lr_decay_iters" in err and "continue the baseline first" in err
+    assert not (tmp_path / "o").exists()
+
+
 def test_no_difference_where_the_rates_differed(data):
     """A baseline that was resumed with another schedule: what is not comparable gets no rel_loss."""
     base = [f"--data={data}", "--out_dir=base", "--warmup_iters=0"]
