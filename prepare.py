@@ -876,9 +876,9 @@ def fill(writer, config, tokenizer, pool, num_proc, quotas):
                 for kind, where, where_at in wrong:
                     if where_at > end:
                         break
-                    if kind == "damaged shard" and config.on_error == "stop":
-                        raise BadShard(f"{where} (--on_error=skip goes on without the rest of it)")
                     if kind == "damaged shard":
+                        if config.on_error == "stop":
+                            raise BadShard(f"{where} (--on_error=skip goes on without the rest of it)")
                         bar.write(f"skipped: {where}", file=sys.stderr)
                     first = not any(k == kind for k, _ in bad)
                     bad[kind, where if first else ""] += 1
