@@ -18,7 +18,7 @@ except ImportError:  # builds of torch without CUDA come without it
 
 BLOCK, WARPS = 8192, 32  # logits at a time and warps of one row's program
 ROWS = 8192  # positions whose logits exist at a time: 0.8 GB in bfloat16 with gpt2's vocabulary
-SHARE, PROGRAMS = 512, 256  # decoding: a cache is split into parts of at least SHARE columns, up to so many programs in all
+SHARE, PROGRAMS = 128, 256  # decoding: a cache is split into parts of at least SHARE columns, up to so many programs in all
 
 if triton:
     @triton.jit
@@ -328,7 +328,7 @@ def attend_part(q, k, v, keys, values, mask, at, out, weight, keep):
     attend_kernel[(H, parts, B)](
         q, *q.stride()[:2], k, *k.stride()[:2], v, *v.stride()[:2], keys, values, mask, mask.stride(0) if len(mask) > 1 else 0,
         at, out, weight, keys.size(2), 1 / math.sqrt(hd), H, H // keys.size(1), HD=hd, PADDED=triton.next_power_of_2(hd),
-        TOKENS=64, KEEP_K="k" in keep, KEEP_V="v" in keep, num_warps=4)
+        TOKENS=128, KEEP_K="k" in keep, KEEP_V="v" in keep, num_warps=4)
 
 
 def empty_parts(q, keys):

@@ -258,7 +258,7 @@ def test_bfloat16_is_as_exact_as_the_plain_path(monkeypatch):
 
 @pytest.mark.parametrize("heads, kv_heads, hd, size, at, share", [
     (4, 4, 8, 40, 39, 512), (4, 2, 6, 300, 0, 512), (6, 1, 16, 150, 140, 32), (1, 1, 64, 300, 290, 99),
-    (4, 2, 6, 300, 287, 64)])
+    (4, 2, 6, 300, 287, 64), (2, 1, 8, 300, 287, 512)])
 @pytest.mark.parametrize("keep, padded, dtype", [
     ("", True, torch.bfloat16), ("k", True, torch.float32), ("v", False, torch.bfloat16), ("kv", False, torch.float32)])
 def test_one_new_token_attends_as_plainly(monkeypatch, keep, heads, kv_heads, hd, size, at, share, padded, dtype):
@@ -306,7 +306,7 @@ def test_the_decoding_operator_says_what_it_changes():
 def test_many_prompts_are_one_part_each():
     q, keys = torch.empty(64, 8, 1, 64, device="meta"), torch.empty(64, 8, 4096, 64, device="meta")
     assert kernels.empty_parts(q, keys)[0].shape == (64, 8, 1, 64)
-    assert kernels.empty_parts(q[:1], keys[:1])[0].shape == (1, 8, 8, 64)
+    assert kernels.empty_parts(q[:1], keys[:1])[0].shape == (1, 8, 32, 64)
 
 
 @pytest.mark.parametrize("options", [
