@@ -11,8 +11,8 @@ A training step is micro_steps forward and backward passes of batch_size windows
 as in train.py. --plain adds each run without the fast paths (fast=False), --nanogpt a GPT of nanoGPT's model.py with the same
 depth, width, length and vocabulary. Each is measured with every batch size of --batch_sizes that fits, and its best counts; the
 first is measured again at the end, since cards drift; so is prepare.py, which meets processes that only read and encode.
-Prints a table and adds it to out_dir/CARD.json under its command, also after Ctrl-C, with the rows that were measured. Compare
-numbers of one table only: cards and loads differ.
+Prints a table and adds it to out_dir/CARD.json under its command, also after Ctrl-C or SIGTERM, with the rows that were
+measured. Compare numbers of one table only: cards and loads differ.
 """
 import contextlib
 import dataclasses
@@ -21,6 +21,7 @@ import importlib.util
 import json
 import os
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -377,10 +378,11 @@ def main():
                 tables = dict(json.load(f))
         except (ValueError, TypeError):
             raise UserError(f"{path}: not written by analysis.bench, or damaged; move it away") from None
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a scheduler's end is a Ctrl-C
     try:
         {"training": training, "decoding": decoding, "preparing": preparing}[kind](config, rows)
         done = True
-    finally:  # also what was measured before Ctrl-C or an error, but not in place of a table that was finished
+    finally:  # also what was measured before an end or an error, but not in place of a table that was finished
         words = [w for w in sys.argv[1:] if not w.startswith("--out_dir")]
         key = " ".join(re.sub(r"^(--(?:nanogpt|gpt_fast|shards))=.*", r"\1=PATH", w) for w in words)
         if rows and (done or key not in tables):

@@ -79,7 +79,9 @@ class Run:
         self.path = path
         self.name = os.path.relpath(path, root) if os.path.abspath(path) != os.path.abspath(root) else \
             os.path.basename(os.path.abspath(path))
-        self.system = re.sub(r"[/\\]?seed\d+$", "", self.name) or os.path.basename(os.path.dirname(os.path.abspath(path)))
+        if re.fullmatch(r"seed\d+", self.name):  # its system's folder, or itself, was named
+            self.name = os.path.join(os.path.basename(os.path.dirname(os.path.abspath(path))), self.name)
+        self.system = re.sub(r"[/\\]seed\d+$", "", self.name)
 
     @cached_property
     def config(self):

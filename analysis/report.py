@@ -345,6 +345,8 @@ def mechanism(records):
                 system = os.path.basename(re.sub(r"[/\\]?seed\d+", "", run))
                 seed = int((re.search(r"seed(\d+)", run) or [0, 0])[1])  # 0: one run without a seed in its name
                 system = " ".join(NAMES.get(word, word) for word in system.split(" "))
+                if not system.strip():
+                    raise ValueError(f"{run!r} names no system")
                 for column, (of, _, value, _) in MECHANISM.items():
                     if of == analysis and "(random" not in run:
                         values[column].setdefault(system, {})[seed] = value(result)

@@ -27,9 +27,9 @@ def test_find_runs_in_order_of_their_list_with_names_and_systems(trained):
     assert [r.system for r in runs][:3] == ["vanilla", "vanilla", "resformer"]
     assert runs[4].shape.shared_value and runs[4].model().config == runs[4].shape
     single = common.find_runs([str(trained / "runs/gqa/seed1")])
-    assert [r.name for r in single] == ["seed1"]
+    assert [r.name for r in single] == ["gqa/seed1"]  # also alone it is not without its system
     twice = common.find_runs([str(trained / "runs/gqa"), str(trained / "runs/gqa/seed1")])
-    assert len(twice) == 2
+    assert [r.name for r in twice] == ["gqa/seed1", "gqa/seed2"]
 
 
 def test_a_run_repeated_as_one_of_several_seeds_counts_once(trained, tmp_path, capsys):

@@ -410,14 +410,14 @@ def test_a_run_without_a_checkpoint_is_left_out(trained, run_command, tmp_path):
     (tmp_path / "runs/seed1/ckpt.pt").unlink()
     code, out, err = run_command("similarity", tmp_path / "runs", *FAST)
     assert code == 0 and "seed1: left out" in err and "ckpt.pt" in err
-    assert list(json.loads((tmp_path / "runs/seed2/similarity.json").read_text())["models"]) == ["seed2"]
+    assert list(json.loads((tmp_path / "runs/seed2/similarity.json").read_text())["models"]) == ["runs/seed2"]
 
 
 def test_bfloat16_is_close_to_float32(trained, run_command, tmp_path):
     found = []
     for dtype in ("float32", "bfloat16"):
         run_command("concentration", trained / "runs/vanilla/seed1", *FAST, f"--dtype={dtype}", f"--out_dir={tmp_path}")
-        found.append(json.loads((tmp_path / "concentration.json").read_text())["models"]["seed1"]["layers"])
+        found.append(json.loads((tmp_path / "concentration.json").read_text())["models"]["vanilla/seed1"]["layers"])
     for a, b in zip(*found):
         assert a["entropy"] == pytest.approx(b["entropy"], abs=0.02) and a["first_value_norm"] != b["first_value_norm"]
 

@@ -1,6 +1,7 @@
 """analysis.bench: its tables at tiny size, its record, and what it refuses. test_readme.py has the figures."""
 import json
 import os
+import signal
 
 import pytest
 from test_curve_analyses import run_command
@@ -146,8 +147,9 @@ def test_rows_that_do_not_fit_are_left_out(capsys, monkeypatch):
     assert [n for t in record().values() for n in t["rows"]] == ["b"]
 
 
-def test_interrupted_it_keeps_what_was_measured(capsys, monkeypatch):
-    code, _, err = two_runs(capsys, monkeypatch, lambda c: c.value_residual, KeyboardInterrupt)
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_it_keeps_what_was_measured(capsys, monkeypatch, stop):
+    code, _, err = two_runs(capsys, monkeypatch, lambda c: c.value_residual and os.kill(os.getpid(), stop), None)
     assert code == 130 and err.endswith("stopped\n") and "Traceback" not in err
     assert [n for t in record().values() for n in t["rows"]] == ["a"]
 

@@ -235,7 +235,8 @@ def test_sources_are_not_joined_by_lines(monkeypatch, runs, tmp_path, capsys):
     panels = []
     monkeypatch.setattr("analysis.plot.draw", lambda path, found, *_: panels.extend(found) or open(path, "w").close())
     call(evaluate, runs, "--sequences=1", "--device=cpu", f"--out_dir={tmp_path}", capsys=capsys, monkeypatch=monkeypatch)
-    zeroshot.picture(str(tmp_path / "z"), common.find_runs([str(runs / "gqa")]), {"seed1": {"piqa": {"acc": 0.5}}})
+    found = common.find_runs([str(runs / "gqa")])
+    zeroshot.picture(str(tmp_path / "z"), found, {run.name: {"piqa": {"acc": 0.5}} for run in found})
     assert len(panels) == 3 and all(p["apart"] for p in panels)
 
 

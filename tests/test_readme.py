@@ -134,6 +134,9 @@ def test_performance_blocks_are_the_measured_ones():
     want = {"\n\n".join("\n".join([f"$ python -m analysis.bench {k}", *(bench.line(n, r) for n, r in v["rows"].items())])
                         for k, v in measured(name).items() if k != SYSTEMS) for name in cards}
     assert len(want) == len(cards) and want == {block.strip() for block in PERFORMANCE.split("```")[1::2]}
+    peers = [[r["tokens_per_s"] for r in measured("nvidia-h200.json")[f"config/{size}.py --decode=1000 --gpt_fast=PATH"][
+        "rows"].values()] for size in ("82M", "468M")]
+    assert "{:.2f} × gpt-fast for the same shapes at 82M, {:.2f} × at 468M".format(*(r[1] / r[0] for r in peers)) in PERFORMANCE
     decoding = measured("cpu.json")["config/82M.py --decode=1000 --device=cpu"]["rows"]
     cached, uncached = (r["tokens_per_s"] for r in decoding.values())
     assert f"{cached:.1f} against {uncached:.2f} tokens/s" in PERFORMANCE and f"{cached / uncached:.0f} times" in PERFORMANCE

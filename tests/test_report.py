@@ -290,12 +290,14 @@ def test_other_folders_leave_the_repositorys_readme_alone(make, monkeypatch):
 
 
 def test_mechanism_of_the_wrong_form_is_named(make):
-    shutil.copytree(os.path.join(COMMITTED, "mechanism"), make.root / "mechanism")
+    shutil.copytree(os.path.join(COMMITTED, "mechanism"), make.root / "mechanism", ignore=shutil.ignore_patterns("seed*"))
     (make.root / "mechanism/similarity.json").write_text('{"models": {"vanilla": []}}')
+    (make.root / "mechanism/mapping.json").write_text('{"models": {"seed7": {}}}')
     (make.root / "mechanism/lambdas.json").write_text("{")
     (make.root / "mechanism/spectrum.json").unlink()
     content, text, _, _ = make()
-    for name, words in (("similarity", "not of the form"), ("lambdas", "no JSON"), ("spectrum", "not there")):
+    for name, words in (("similarity", "not of the form"), ("lambdas", "no JSON"), ("spectrum", "not there"),
+                        ("mapping", "names no system")):
         assert any(line.startswith(f"mechanism/{name}.json: ") and words in line for line in content["left_out"])
     assert set(content["mechanism"]["systems"]["first_importance"]) >= {"vanilla", "identity"} and "## Mechanism" in text
 
