@@ -119,8 +119,11 @@ class Json:
         return out
 
 
-def get_tokenizer(name):
-    """The tokenizer of this name, or of this path to a .tiktoken file of ranks or a tokenizer.json. Raises UserError."""
+def get_tokenizer(name, otherwise=""):
+    """
+    The tokenizer of this name, or of this path to a .tiktoken file of ranks or a tokenizer.json. Raises UserError; otherwise:
+    what the caller's user can choose where tiktoken can't be used (most need the tokenizer of a model or of bins).
+    """
     if name == "bytes":
         return Bytes()
     if name.endswith(".json"):
@@ -139,7 +142,7 @@ def get_tokenizer(name):
     try:
         import tiktoken
     except ImportError:
-        raise UserError(f"tokenizer {name!r} needs tiktoken: pip install tiktoken, or --tokenizer=bytes") from None
+        raise UserError(f"tokenizer {name!r} needs tiktoken: pip install tiktoken{otherwise}") from None
     if name.endswith(".tiktoken"):
         try:
             with open(name, "rb") as f:
@@ -161,7 +164,7 @@ def get_tokenizer(name):
         raise UserError(
             f"tokenizer {name}: tiktoken could not load its file ({type(e).__name__}); where there is a network, run "
             f"TIKTOKEN_CACHE_DIR=some/folder python -c \"import tiktoken; tiktoken.get_encoding('{name}')\", bring that "
-            "folder here and set TIKTOKEN_CACHE_DIR to it; or use --tokenizer=bytes") from None
+            f"folder here and set TIKTOKEN_CACHE_DIR to it{otherwise}") from None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -721,7 +724,8 @@ def prepare(config):
         raise UserError(f"--data_files={config.data_files}: the built-in corpus has no shards to pick; give a --source")
     at_least(config, 0, "val_fraction", below=1)
     name = config.tokenizer if config.tokenizer != "auto" else "bytes" if config.source == "builtin" else "gpt2"
-    tokenizer = get_tokenizer(name)  # once and first: a missing file is one message here, not one in each worker
+    # once and first: a missing file is one message here, not one in each worker
+    tokenizer = get_tokenizer(name, "; or use --tokenizer=bytes")
     folder = config.out_dir or os.path.join("data", os.path.basename(os.path.abspath(config.source)).split(".")[0])
     num_proc = config.num_proc or os.cpu_count() or 1
     meta = dict(format=1, tokenizer=tokenizer.name, vocab_size=tokenizer.n_vocab, eot=tokenizer.eot,

@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -390,6 +391,21 @@ def test_checkpoint_of_something_else(out, refused, change):
         ckpt[key] = {**ckpt[key], **value} if isinstance(value, dict) and value else value
     torch.save(ckpt, "other/ckpt.pt")
     assert "other" in refused("--out_dir=other")
+
+
+@pytest.mark.parametrize("have", ["no file", "no package"])
+def test_a_tokenizer_that_cannot_be_loaded(out, refused, monkeypatch, have):
+    """The line offers no option that sample.py does not have: the tokenizer is the run's."""
+    tiktoken = pytest.importorskip("tiktoken")
+    if have == "no package":
+        monkeypatch.setitem(sys.modules, "tiktoken", None)
+    monkeypatch.setattr(tiktoken, "get_encoding", Mock(side_effect=OSError))
+    os.mkdir("other")
+    ckpt = torch.load(out / "vanilla" / "ckpt.pt", weights_only=True)
+    torch.save({**ckpt, "data": {**ckpt["data"], "tokenizer": "gpt2"}}, "other/ckpt.pt")
+    err = refused("--out_dir=other")
+    assert "gpt2" in err and {"no file": "TIKTOKEN_CACHE_DIR", "no package": "pip install tiktoken"}[have] in err
+    assert "--tokenizer" not in err
 
 
 def test_prefixed_names_are_accepted(out, text):
