@@ -216,7 +216,9 @@ def resolve(config, world):
         raise UserError("--out_dir= is empty: expected a folder")
     at_least(config, 0, "beta1", "beta2", "dropout", below=1)
     if config.min_lr > config.learning_rate and config.decay_lr:
-        raise UserError(f"--min_lr={config.min_lr}: expected at most learning_rate={config.learning_rate}")
+        raise UserError(f"--learning_rate={config.learning_rate} --min_lr={config.min_lr}: the learning rate falls to min_lr, "
+                        f"expected at most learning_rate; give a lower one, as --min_lr={config.learning_rate / 10:g}, or "
+                        "--decay_lr=False")
     name = checked_device(config)
     device = torch.device(name)
     if device.type == "cuda" and world.group and device.index is None:

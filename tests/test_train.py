@@ -363,13 +363,21 @@ def test_batch_is_printed(data, capsys):
 
 
 @pytest.mark.parametrize("wrong", ["--batch_size=3", "--tokens_per_iter=100", "--batch_size=0", "--max_iters=0",
-                                   "--eval_interval=0", "--learning_rate=-1", "--dropout=1", "--min_lr=1", "--n_head=3",
+                                   "--eval_interval=0", "--learning_rate=-1", "--dropout=1", "--n_head=3",
                                    "--device=cuda:99", "--device=nonsense", "--dtype=float16", "--seeds=1,2",
                                    "--value_residual=True --shared_value=True", "--value_mix=learnable", "--n_layer=0"])
 def test_nonsense_is_refused_in_one_line_and_nothing_is_written(data, capsys, wrong):
     args = [f"--data={data}", "--tokens_per_iter=128", "--out_dir=o", *wrong.split()]
     assert wrong.split()[0].strip("-").partition("=")[0] in refused(capsys, *args)
     assert not os.path.exists("o/log.jsonl") and not os.path.exists("o/ckpt.pt") and not os.path.exists("o/config.json")
+
+
+@pytest.mark.parametrize("option, both, hint", [
+    ("--learning_rate=1e-5", "--learning_rate=1e-05 --min_lr=6e-05", "--min_lr=1e-06"),
+    ("--min_lr=1", "--learning_rate=0.0006 --min_lr=1.0", "--min_lr=6e-05")])
+def test_a_schedule_that_would_rise_is_refused(data, capsys, option, both, hint):
+    err = refused(capsys, f"--data={data}", "--out_dir=o", option)
+    assert both in err and hint in err and not os.path.exists("o")
 
 
 def test_accumulation_changes_nothing(data):
