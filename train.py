@@ -226,8 +226,6 @@ def resolve(config, world):
     dtype = config.dtype
     if dtype == "auto":
         dtype = "float32" if device.type != "cuda" else "bfloat16" if torch.cuda.is_bf16_supported(False) else "float16"
-    if config.value_lr_scale != 1 and not config.value_residual:
-        raise UserError("--value_lr_scale needs value_residual=True with learned weights")
     for option, module in (("tensorboard_log", "torch.utils.tensorboard"), ("wandb_log", "wandb")):
         try:
             if getattr(config, option):
@@ -244,6 +242,14 @@ def resolve(config, world):
         config, device=name, dtype=dtype, compile=device.type == "cuda" if config.compile == "auto" else config.compile,
         tokens_per_iter=tokens,
         lr_decay_iters=config.lr_decay_iters or config.max_iters)
+
+
+def check_value_lr_scale(*runs):
+    """Raises UserError when it is set and none of these runs has weights for it; in a list, those without may share it."""
+    scaled = [run for run in runs if run.value_lr_scale != 1]
+    if scaled and not any(run.value_residual and run.value_mix not in ("identity", "constant") for run in scaled):
+        raise UserError(f"--value_lr_scale={scaled[0].value_lr_scale}: is for learned weights of values, and there are none; "
+                        "leave it out, or set value_residual=True and value_mix to learnable, plus or dense")
 
 
 def micro_batches(config, world):
@@ -982,6 +988,7 @@ def naming(run):
 
 def train_list(config, world, signals):
     planned = plan(config)
+    check_value_lr_scale(*(run for *_, run in planned))
     facts = {}
     for name, _, run in planned:  # refuse everything that can be refused before the first hour of training
         with naming(name):
@@ -1065,6 +1072,7 @@ def main():
         elif config.seeds:
             raise UserError("--seeds needs a config file that defines runs; for one run use --seed")
         else:
+            check_value_lr_scale(config)
             train_one(config, world, signals)
     if world.group:
         torch.distributed.destroy_process_group()

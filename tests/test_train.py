@@ -1238,6 +1238,13 @@ def test_some_runs_then_all(runs, capsys):
     assert set(json.loads(Path("sweep/summary.json").read_text())["res"]) >= {"rel_loss", "rel_val_loss"}
 
 
+def test_value_lr_scale_in_a_list(runs, capsys):
+    """It is refused where no run of those picked learns weights of its values, and else shared by all."""
+    args = [*runs('{"vanilla": {}, "learned": {"value_residual": True, "value_mix": "plus"}}'), "--value_lr_scale=3"]
+    assert "--value_lr_scale=3.0" in refused(capsys, *args, "--runs=vanilla") and not os.path.exists("sweep")
+    assert go(*args) == 0 and os.path.exists("sweep/learned/ckpt.pt")
+
+
 def test_finished_runs_are_skipped(runs, capsys):
     args = runs(THREE)
     assert go(*args) == 0
@@ -1603,6 +1610,8 @@ def test_a_checkpoint_with_a_part_that_is_foreign(data, capsys, change):
 
 @pytest.mark.parametrize("args, word", [
     (["--eval_only=True"], "eval_only"), (["--baseline=o"], "itself"), (["--value_lr_scale=2"], "value_residual"),
+    (["--value_residual=True", "--value_lr_scale=2"], "value_mix"),
+    (["--value_residual=True", "--value_mix=constant", "--value_lr_scale=2"], "--value_lr_scale=2.0"),
     (["--seed=99999999999999999999"], "seed"), (["--device=meta"], "device"), (["--batch_size=100000000000"], "batch_size"),
     (["--value_residual=True", "--value_lambda1=1e400"], "value_lambda1"), (["--plus_init=depth"], "value_mix=plus")])
 def test_options_that_would_do_nothing_or_harm(data, capsys, args, word):
