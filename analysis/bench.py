@@ -143,6 +143,18 @@ def measure(make, config):
     return row
 
 
+def fits(config):
+    """
+    Whether a pass may fit in this machine's memory, for a CPU: there a process that takes too much is killed without a word.
+    As measured, a token takes at least 12 bytes for each logit and 120 for each layer and channel, unless recomputed.
+    """
+    if config.device != "cpu" or not hasattr(os, "sysconf"):  # Windows has none
+        return True
+    channels = 0 if config.activation_checkpointing else config.n_layer * config.n_embd
+    least = config.batch_size * config.block_size * (12 * (config.vocab_size or 50304) + 120 * channels)
+    return least < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def best(make, config):
     """The fastest row over --batch_sizes; a size that does not fit in memory is left out."""
     rows = []
@@ -154,8 +166,10 @@ def best(make, config):
         raise UserError(f"--batch_sizes={config.batch_sizes}: expected whole numbers above 0, as 16,32") from None
     for size in sizes:
         try:
-            rows.append(measure(make, dataclasses.replace(config, batch_size=size)))
-        except torch.cuda.OutOfMemoryError:
+            if not fits(run := dataclasses.replace(config, batch_size=size)):
+                raise MemoryError
+            rows.append(measure(make, run))
+        except (MemoryError, torch.cuda.OutOfMemoryError):
             print(f"{size} windows do not fit in memory", flush=True)
     return max(rows, key=lambda r: r["tokens_per_s"], default=None)
 
@@ -177,6 +191,9 @@ def training(config, table):
             continue
         r["step_ratio"] = next(iter(table.values()), r)["tokens_per_s"] / r["tokens_per_s"]
         add(table, name, r)
+    if not table:
+        raise UserError("nothing fits in memory: give a smaller --batch_size (and as many more --micro_steps), or a smaller "
+                        "model, as config/quickstart.py --vocab_size=320")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -147,6 +147,15 @@ def test_rows_that_do_not_fit_are_left_out(capsys, monkeypatch):
     assert [n for t in record().values() for n in t["rows"]] == ["b"]
 
 
+def test_too_large_for_a_cpu_is_refused_in_one_line(capsys, monkeypatch):
+    """The default model and batch in 64 GB, where the system would kill the process without a word; one window fits."""
+    monkeypatch.setattr(bench.os, "sysconf", {"SC_PHYS_PAGES": 1 << 24, "SC_PAGE_SIZE": 4096}.get)
+    monkeypatch.setattr(bench, "measure", lambda *a: pytest.fail("measured"))
+    code, out, err = run_command(bench, capsys, monkeypatch, "--device=cpu", "--out_dir=b")
+    assert code == 2 and "32 windows do not fit" in out and err.startswith("error: nothing fits") and err.count("\n") == 1
+    assert not os.path.exists("b/cpu.json") and bench.fits(bench.Config(device="cpu", batch_size=1))
+
+
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_it_keeps_what_was_measured(capsys, monkeypatch, stop):
     code, _, err = two_runs(capsys, monkeypatch, lambda c: c.value_residual and os.kill(os.getpid(), stop), None)
