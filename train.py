@@ -988,7 +988,8 @@ def naming(run):
 
 def train_list(config, world, signals):
     planned = plan(config)
-    check_value_lr_scale(*(run for *_, run in plan(dataclasses.replace(config, runs=dict(config.runs)))))  # also those not picked
+    whole = plan(dataclasses.replace(config, runs=dict(config.runs)))  # also what --runs leaves to other processes
+    check_value_lr_scale(*(run for *_, run in whole))
     facts = {}
     for name, _, run in planned:  # refuse everything that can be refused before the first hour of training
         with naming(name):

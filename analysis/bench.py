@@ -55,7 +55,9 @@ class Config(train.Config):
 
 
 def resolved_runs(config):
-    """[(name, resolved config)] of the config's runs, or of itself."""
+    """[(name, resolved config)] of the config's runs, or of itself. Raises UserError for several seeds."""
+    if config.seeds:
+        raise UserError(f"--seeds={config.seeds}: the speed of one is measured: leave it out, or give a --seed")
     runs = [(name, run) for name, _, run in train.plan(config)] if config.runs else [("ours", config)]
     return [(name, train.resolve(run, train.World())) for name, run in runs]
 
@@ -98,22 +100,29 @@ def nanogpt_step(config):
     """The same of nanoGPT's GPT: tied, GELU, learned positions, no biases; trained as its train.py does."""
     spec = importlib.util.spec_from_file_location("nanogpt_model", os.path.join(config.nanogpt, "model.py"))
     module = sys.modules["nanogpt_model"] = importlib.util.module_from_spec(spec)
-    try:
-        with contextlib.redirect_stdout(None):
-            spec.loader.exec_module(module)
-            model = module.GPT(module.GPTConfig(
-                block_size=config.block_size, vocab_size=config.vocab_size or 50304, n_layer=config.n_layer,
-                n_head=config.n_head, n_embd=config.n_embd, dropout=0.0, bias=False))
-            model.to(config.device)
-            optimizer = model.configure_optimizers(config.weight_decay, config.learning_rate, (config.beta1, config.beta2),
-                                                   config.device.split(":")[0])
-    except (OSError, ImportError, AttributeError, TypeError, SyntaxError) as e:
-        raise UserError(f"--nanogpt={config.nanogpt}: expected a checkout of nanoGPT with its model.py ({e})") from None
+    with contextlib.redirect_stdout(None):
+        spec.loader.exec_module(module)
+        model = module.GPT(module.GPTConfig(
+            block_size=config.block_size, vocab_size=config.vocab_size or 50304, n_layer=config.n_layer,
+            n_head=config.n_head, n_embd=config.n_embd, dropout=0.0, bias=False))
+        model.to(config.device)
+        optimizer = model.configure_optimizers(config.weight_decay, config.learning_rate, (config.beta1, config.beta2),
+                                               config.device.split(":")[0])
     forward = torch.compile(model) if config.compile else model
     step = stepper(dataclasses.replace(config, fast=False), model, optimizer,
                    lambda ids, targets: forward(ids.contiguous(), targets.contiguous()))
     weights = sum(p.numel() for p in model.parameters() if p.dim() == 2) - model.transformer.wpe.weight.numel()
     return step, model, 6 * weights + 6 * config.n_layer * config.n_embd * config.block_size
+
+
+def check_nanogpt(config):
+    """Raises UserError unless a tiny nanoGPT makes a step: before anything is measured."""
+    tiny = dict(n_layer=1, n_head=1, n_embd=8, device="cpu", dtype="float32", compile=False)
+    try:
+        nanogpt_step(dataclasses.replace(config, **tiny))[0](torch.zeros(1, 3, dtype=torch.int64))
+    except Exception as e:  # another's code: of any kind
+        raise UserError(f"--nanogpt={config.nanogpt}: expected a checkout of nanoGPT with its model.py "
+                        f"({type(e).__name__}: {e})") from None
 
 
 def measure(make, config):
@@ -169,7 +178,9 @@ def best(make, config):
             if not fits(run := dataclasses.replace(config, batch_size=size)):
                 raise MemoryError
             rows.append(measure(make, run))
-        except (MemoryError, torch.cuda.OutOfMemoryError):
+        except (MemoryError, RuntimeError) as e:
+            if type(e) is RuntimeError and "memory" not in str(e):  # torch.OutOfMemoryError is another, a CPU's is not
+                raise
             print(f"{size} windows do not fit in memory", flush=True)
     return max(rows, key=lambda r: r["tokens_per_s"], default=None)
 
@@ -181,6 +192,7 @@ def training(config, table):
         jobs += [(name, our_step, run)] + ([(f"{name}, plain", our_step, dataclasses.replace(run, fast=False))] if run.plain
                                            else [])
     if config.nanogpt:
+        check_nanogpt(runs[0][1])
         jobs.append(("nanoGPT", nanogpt_step, runs[0][1]))
     if len(jobs) > 1:
         jobs.append((f"{jobs[0][0]}, again", *jobs[0][1:]))  # how far the card itself drifted meanwhile
@@ -203,14 +215,15 @@ def training(config, table):
 def generation(model, config, B, compile, use_cache=True, prompt=16):
     """Tokens/s of B prompts' continuations by config.decode tokens, prompts included; the best of two after a warm-up."""
     device = torch.device(config.device)
-    ids = torch.randint(50257, (B, prompt), generator=torch.Generator().manual_seed(1)).to(device)
+    n_vocab = min(50257, model.config.vocab_size)
+    ids = torch.randint(n_vocab, (B, prompt), generator=torch.Generator().manual_seed(1)).to(device)
     lengths = None if B == 1 else [1 + i % prompt for i in range(B)]
     seconds = []
     for _ in range(3 if compile else 2):
         wait(device)
         start = time.perf_counter()
         with train.precision(config):
-            for _ in model.stream(ids, config.decode, 0.8, 200, lengths=lengths, n_vocab=50257, seed=1, compile=compile,
+            for _ in model.stream(ids, config.decode, 0.8, 200, lengths=lengths, n_vocab=n_vocab, seed=1, compile=compile,
                                   use_cache=use_cache):
                 pass
         wait(device)
@@ -222,12 +235,13 @@ GPT_FAST = """
 import sys, time, torch
 sys.path.insert(0, sys.argv[1])
 import generate, model
-layers, heads, width, ffn, block, n = map(int, sys.argv[2:])
+layers, heads, kv_heads, width, ffn, block, vocab, n = map(int, sys.argv[2:])
 with torch.device("cuda"):
-    net = model.Transformer(model.ModelArgs(block_size=block, vocab_size=50304, n_layer=layers, n_head=heads, dim=width,
-                                            intermediate_size=ffn)).to(torch.bfloat16).eval()
+    net = model.Transformer(model.ModelArgs(
+        block_size=block, vocab_size=vocab, n_layer=layers, n_head=heads, n_local_heads=kv_heads, dim=width,
+        intermediate_size=ffn)).to(torch.bfloat16).eval()
 generate.decode_one_token = torch.compile(generate.decode_one_token, mode="reduce-overhead", fullgraph=True)
-prompt = torch.randint(50257, (16,), device="cuda")
+prompt = torch.randint(min(50257, vocab), (16,), device="cuda")
 for i in range(3):
     torch.cuda.synchronize()
     start = time.time()
@@ -239,14 +253,15 @@ for i in range(3):
 
 def gpt_fast(config):
     """gpt-fast's tokens/s for the same shapes, in a process of its own, since its modules have our names."""
-    c = train.checked_model_config(config, 50304)
-    shape = [c.n_layer, c.n_head, c.n_embd, c.ffn, c.block_size, config.decode]
+    c = train.checked_model_config(config, config.vocab_size or 50304)
+    shape = [c.n_layer, c.n_head, c.kv_heads, c.n_embd, c.ffn, c.block_size, c.vocab_size, config.decode]
     done = subprocess.run([sys.executable, "-c", GPT_FAST, os.path.abspath(config.gpt_fast), *map(str, shape)],
                           capture_output=True, text=True)
-    if done.returncode:
+    speeds = done.stdout.split()[1:]
+    if done.returncode or not speeds:
         raise UserError(f"--gpt_fast={config.gpt_fast}: {(done.stderr.strip() or 'no output').splitlines()[-1]}; expected a "
                         "checkout of gpt-fast, and a GPU")
-    return max(float(line) for line in done.stdout.split()[1:])
+    return max(map(float, speeds))
 
 
 @torch.no_grad()
@@ -267,7 +282,7 @@ def full_cache(model, config):
             cache.length = length - 1
             wait(device)
             start = time.perf_counter()
-            model.step(ids, cache, None, 50257, None, 0, None, None)
+            model.step(ids, cache, None, None, None, 0, None, None)
             wait(device)
             times.append(time.perf_counter() - start)
     return dict(bytes_of_one=one, sequences=B, tokens_per_s=B / statistics.median(times[3:]))
@@ -277,19 +292,19 @@ def decoding(config, table):
     if config.gpt_fast:  # first, so that its failure costs nothing and the row it is compared with comes next
         add(table, "gpt-fast: one prompt, compiled", dict(tokens_per_s=gpt_fast(config)))
     for name, run in resolved_runs(config):
-        shape = train.checked_model_config(run, 50304)
+        shape = train.checked_model_config(run, run.vocab_size or 50304)
         model = GPT(dataclasses.replace(shape, block_size=max(shape.block_size, run.kv_length)), run.seed)
         model.to(run.device).eval().cast_matrices(getattr(torch, run.dtype))
         if run.fast and run.device.startswith("cuda") and kernels.triton:
             kernels.use_for_decoding(model)
         rows = {"one prompt, compiled": (1, True, True), "64 prompts of unequal length, compiled": (64, True, True),
                 "one prompt": (1, False, True), "one prompt, no cache": (1, False, False)}
-        if not run.device.startswith("cuda"):
+        if not run.compile:
             rows = {k: v for k, v in rows.items() if "compiled" not in k}
         for what, args in rows.items():
             clean()
             add(table, f"{name}: {what}", dict(tokens_per_s=generation(model, run, args[0], *args[1:])))
-        if run.kv_length and run.device.startswith("cuda"):
+        if run.kv_length:
             add(table, f"{name}: cache of {run.kv_length} tokens", full_cache(model, run))
         del model
         clean()
@@ -385,6 +400,8 @@ def main():
             raise UserError(f"--{option}={value}: expected a checkout with its {file}")
     torch.set_float32_matmul_precision("high")
     resolved = train.resolve(config, train.World())
+    if config.kv_length and not resolved.device.startswith("cuda"):
+        raise UserError(f"--kv_length={config.kv_length}: fills a GPU's memory, and there is none: leave it out")
     card = torch.cuda.get_device_name() if resolved.device.startswith("cuda") else "cpu"
     path = os.path.join(config.out_dir, re.sub(r"[^a-z0-9]+", "-", card.lower()) + ".json")
     os.makedirs(config.out_dir, exist_ok=True)
@@ -402,11 +419,11 @@ def main():
     finally:  # also what was measured before an end or an error, but not in place of a table that was finished
         words = [w for w in sys.argv[1:] if not w.startswith("--out_dir")]
         key = " ".join(re.sub(r"^(--(?:nanogpt|gpt_fast|shards))=.*", r"\1=PATH", w) for w in words)
-        if rows and (done or key not in tables):
+        if rows and (done or key not in tables or not tables[key].get("finished", True)):
             tables[key] = dict(
-                device=card, torch=torch.__version__, cuda=torch.version.cuda, cudnn=torch.backends.cudnn.version(),
-                triton=kernels.triton and kernels.triton.__version__, dtype=resolved.dtype, compile=resolved.compile,
-                cores=os.cpu_count(), rows=rows)
+                finished=done, device=card, torch=torch.__version__, cuda=torch.version.cuda,
+                cudnn=torch.backends.cudnn.version(), triton=kernels.triton and kernels.triton.__version__,
+                dtype=resolved.dtype, compile=resolved.compile, cores=os.cpu_count(), rows=rows)
             train.write_json(path, tables)
             print(f"{card}, torch {torch.__version__}, {resolved.dtype}; wrote {path}")
 

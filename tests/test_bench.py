@@ -1,12 +1,20 @@
 """analysis.bench: its tables at tiny size, its record, and what it refuses. test_readme.py has the figures."""
+import copy
+import dataclasses
 import json
 import os
 import signal
+import subprocess
+import sys
+import types
 
 import pytest
+import torch
 from test_curve_analyses import run_command
 
+import train
 from analysis import bench
+from configurator import configure
 
 TINY = ("--n_layer=2 --n_head=2 --n_embd=16 --block_size=8 --batch_size=2 --vocab_size=64 --steps=1 --warm_steps=1 "
         "--device=cpu").split()
@@ -54,6 +62,112 @@ def test_training_beside_the_plain_path_and_a_peer(tmp_path, capsys, monkeypatch
     assert list(table["rows"]) == ["a", "a, plain", "b", "b, plain", "nanoGPT", "a, again"]
     for name, r in table["rows"].items():
         assert r["tokens_per_s"] > 0 and r["batch_size"] in (1, 2) and bench.line(name, r) in out
+
+
+def resolved(**options):
+    return dataclasses.replace(train.resolve(configure(bench.Config, TINY), train.World()), **options)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """clock(seconds) passes that time; there is no other."""
+    now = [0.0]
+    monkeypatch.setattr(bench.time, "perf_counter", lambda: now[0])
+    return lambda seconds: now.__setitem__(0, now[0] + seconds)
+
+
+def test_a_rows_speed_is_that_of_the_timed_steps(clock):
+    model, took = torch.nn.Linear(3, 5), iter([9, 8, 1, 2, 5])  # two steps of warm-up
+    config = resolved(warm_steps=2, steps=3, micro_steps=4)
+    row = bench.measure(lambda config: (lambda ids: clock(next(took)), model, 7), config)
+    tokens = 4 * 2 * 8
+    assert row["tokens_per_s"] == tokens / 2 and row["step_s"] == 2 and row["step_s_range"] == [1, 5] and row["warm_up_s"] == 17
+    assert row["n_params"] == 20 and (row["batch_size"], row["micro_steps"], row["block_size"]) == (2, 4, 8)
+
+
+def test_a_step_is_a_training_step():
+    """micro_steps passes of which each counts its share, clipping, and the optimizer."""
+    config = resolved(micro_steps=3, grad_clip=0.1)
+    step, model, flops = bench.our_step(config)
+    twin, passes, ids = copy.deepcopy(model), [], torch.randint(64, (2, 9), generator=torch.Generator().manual_seed(0))
+    model.register_forward_hook(lambda *_: passes.append(1))
+    optimizer = twin.configure_optimizers(config.weight_decay, config.learning_rate, (config.beta1, config.beta2))
+    for _ in range(2):
+        step(ids)
+        twin(ids[:, :-1], ids[:, 1:])[1].backward()
+        torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert len(passes) == 6 and flops == model.flops_per_token()
+    for p, q in zip(model.parameters(), twin.parameters()):
+        torch.testing.assert_close(p, q, rtol=0, atol=1e-5)
+
+
+def test_nanogpts_flops_are_without_its_positions(tmp_path):
+    (tmp_path / "model.py").write_text(NANOGPT)
+    assert bench.nanogpt_step(resolved(nanogpt=str(tmp_path)))[2] == 6 * 2 * 64 * 16 + 6 * 2 * 16 * 8
+
+
+def test_what_is_measured_for_a_table(tmp_path, capsys, monkeypatch):
+    """The best of the batch sizes counts; the plain variant is the plain one; ratios are times of a step over the first's."""
+    (tmp_path / "model.py").write_text(NANOGPT)
+    measured, speeds = [], {1: 10, 2: 80, 4: 20}
+
+    def measure(make, config):
+        measured.append((make.__name__, config.fast, config.value_residual))
+        return dict(tokens_per_s=speeds[config.batch_size] / (1 if config.fast else 4), mfu=None, memory_bytes=None,
+                    warm_up_s=1, micro_steps=1, batch_size=config.batch_size, block_size=8)
+    monkeypatch.setattr(bench, "measure", measure)
+    (tmp_path / "two.py").write_text("runs = {'a': {}, 'b': {'value_residual': True}}\n")
+    assert run_command(bench, capsys, monkeypatch, "two.py", *TINY, "--plain=True", f"--nanogpt={tmp_path}",
+                       "--batch_sizes=1,2,4", "--out_dir=b")[0] == 0
+    assert measured[::3] == [("our_step", True, False), ("our_step", False, False), ("our_step", True, True),
+                             ("our_step", False, True), ("nanogpt_step", True, False), ("our_step", True, False)]
+    (rows,) = (t["rows"] for t in record().values())
+    assert {name: r["step_ratio"] for name, r in rows.items()} == {
+        "a": 1, "a, plain": 4, "b": 1, "b, plain": 4, "nanoGPT": 1, "a, again": 1}
+    assert {r["batch_size"] for r in rows.values()} == {2}
+
+
+@pytest.mark.parametrize("B, compile, use_cache", [(1, True, True), (64, True, True), (1, False, False)])
+def test_decodings_speed_is_that_of_all_prompts(clock, B, compile, use_cache):
+    took, asked = iter([9, 4, 5]), []
+
+    def stream(ids, n, temperature, top_k, **how):
+        asked.append((tuple(ids.shape), n, how))
+        clock(next(took))
+        yield
+    model = types.SimpleNamespace(stream=stream, config=types.SimpleNamespace(vocab_size=64))
+    assert bench.generation(model, resolved(decode=10), B, compile, use_cache) == B * 10 / 4
+    for shape, n, how in asked:
+        assert shape == (B, 16) and n == 10 and (how["compile"], how["use_cache"]) == (compile, use_cache)
+        assert how["n_vocab"] == 64 and (how["lengths"] is None if B == 1 else sorted(set(how["lengths"])) == [*range(1, 17)])
+
+
+def test_rows_of_decoding(capsys, monkeypatch):
+    asked = []
+    monkeypatch.setattr(bench, "generation", lambda model, config, *how: asked.append(how) or 1.0)
+    assert run_command(bench, capsys, monkeypatch, *TINY, "--decode=3", "--compile=True", "--out_dir=b")[0] == 0
+    (rows,) = (t["rows"] for t in record().values())
+    assert dict(zip(rows, asked)) == {
+        "ours: one prompt, compiled": (1, True, True), "ours: 64 prompts of unequal length, compiled": (64, True, True),
+        "ours: one prompt": (1, False, True), "ours: one prompt, no cache": (1, False, False)}
+
+
+def test_a_bare_process_encodes_all_texts(tmp_path):
+    (tmp_path / "prepare.py").write_text('''
+def get_tokenizer(name):
+    class Tokenizer:
+        def encode(self, text):
+            print(name, text)
+    return Tokenizer()
+def read_items(path, bar):
+    yield "json", b'{"text": "one"}', path, True
+    yield "C4", b"two", path, True
+''')
+    done = subprocess.run([sys.executable, "-c", bench.BARE, "some", "a", "b"], env={**os.environ, "PYTHONPATH": str(tmp_path)},
+                          capture_output=True, text=True, check=True)
+    assert done.stdout.split("\n")[:-1] == ["some one", "some two"] * 2
 
 
 def test_decoding(capsys, monkeypatch):
@@ -112,17 +226,20 @@ def test_both_read_the_same_parts(tmp_path, capsys, monkeypatch):
     (["--shards=x", "--decode=2"], "leave --decode out"), (["--shards=nowhere"], "nowhere"),
     (["--shards=x", "--batch_sizes=2"], "is for training"), (["--nanogpt=nowhere"], "expected a checkout with its model.py"),
     (["--decode=2", "--gpt_fast=nowhere"], "expected a checkout with its generate.py"),
-    (["--nanogpt=bad"], "--nanogpt=bad: expected a checkout of nanoGPT"), (["--batch_sizes=0"], "--batch_sizes=0"),
+    (["--nanogpt=bad"], "--nanogpt=bad: expected a checkout of nanoGPT"), (["--seeds=1,2"], "--seeds=1,2"),
+    (["--nanogpt=odd"], "--nanogpt=odd: expected a checkout of nanoGPT"), (["--decode=2", "--kv_length=9"], "--kv_length=9"),
+    (["--batch_sizes=0"], "--batch_sizes=0"),
     (["--batch_sizes=2,a"], "--batch_sizes=2,a"), (["--steps=0"], "--steps=0"), (["--out_dir=broken"], "broken/cpu.json: not"),
     (["--out_dir=list"], "list/cpu.json: not")])
 def test_refused_with_one_line_before_anything_is_measured(args, words, tmp_path, capsys, monkeypatch):
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad/model.py").write_text("import no_such_module\n")
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd/model.py").write_text(NANOGPT.replace("nn.Linear(config.n_embd", "nn.Linear(3"))
     for name, text in (("broken", "{"), ("list", "[1]")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "cpu.json").write_text(text)
-    if args != ["--nanogpt=bad"]:
-        monkeypatch.setattr(bench, "measure", lambda *a: pytest.fail("measured first"))
+    monkeypatch.setattr(bench, "measure", lambda *a: pytest.fail("measured first"))
     out_dir = [] if "out_dir" in args[0] else ["--out_dir=b"]
     code, _, err = run_command(bench, capsys, monkeypatch, *TINY, *out_dir, *args)
     assert code == 2 and words in err and "Traceback" not in err
@@ -158,9 +275,13 @@ def test_too_large_for_a_cpu_is_refused_in_one_line(capsys, monkeypatch):
 
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_it_keeps_what_was_measured(capsys, monkeypatch, stop):
-    code, _, err = two_runs(capsys, monkeypatch, lambda c: c.value_residual and os.kill(os.getpid(), stop), None)
+    with monkeypatch.context() as m:
+        code, _, err = two_runs(capsys, m, lambda c: c.value_residual and os.kill(os.getpid(), stop), None)
     assert code == 130 and err.endswith("stopped\n") and "Traceback" not in err
     assert [n for t in record().values() for n in t["rows"]] == ["a"]
+    assert two_runs(capsys, monkeypatch, lambda c: False, None)[0] == 0  # an unfinished one gives way
+    (table,) = record().values()
+    assert table["finished"] and list(table["rows"]) == ["a", "b", "a, again"]
 
 
 def test_a_finished_table_is_not_replaced_by_half_a_one(capsys, monkeypatch):

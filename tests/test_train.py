@@ -1239,9 +1239,11 @@ def test_some_runs_then_all(runs, capsys):
 
 
 def test_value_lr_scale_in_a_list(runs, capsys):
-    """It is refused where no run of those picked learns weights of its values, and else shared by all."""
+    """It is refused where no run of the list learns weights of its values, and else shared by all, picked by --runs or not."""
+    fixed = runs('{"vanilla": {}, "identity": {"value_residual": True}}')
+    assert "--value_lr_scale=3.0" in refused(capsys, *fixed, "--value_lr_scale=3") and not os.path.exists("sweep")
     args = [*runs('{"vanilla": {}, "learned": {"value_residual": True, "value_mix": "plus"}}'), "--value_lr_scale=3"]
-    assert "--value_lr_scale=3.0" in refused(capsys, *args, "--runs=vanilla") and not os.path.exists("sweep")
+    assert go(*args, "--runs=vanilla") == 0 and not os.path.exists("sweep/learned")
     assert go(*args) == 0 and os.path.exists("sweep/learned/ckpt.pt")
 
 
