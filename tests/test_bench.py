@@ -154,6 +154,19 @@ def test_rows_of_decoding(capsys, monkeypatch):
         "ours: one prompt": (1, False, True), "ours: one prompt, no cache": (1, False, False)}
 
 
+def test_sequences_fill_the_free_memory(monkeypatch):
+    model = train.build(config := resolved(kv_length=6, dtype="bfloat16"), train.checked_model_config(resolved(), 64))
+    one = 2 * 2 * 16 * 6 * 2  # keys and values of two layers
+    taken = iter([100, 100 + one])
+    monkeypatch.setattr(bench.torch.cuda, "memory_allocated", lambda: next(taken))
+    monkeypatch.setattr(bench.torch.cuda, "mem_get_info", lambda: (10 * one, 0))
+    made, make = [], model.kv_cache
+    monkeypatch.setattr(model, "kv_cache", lambda *args: made.append(make(*args)) or made[-1])
+    found = bench.full_cache(model, config)
+    assert found["bytes_of_one"] == one and found["sequences"] == 9 and [c.nbytes for c in made] == [one, 9 * one]
+    assert made[1].length == 6
+
+
 def test_a_bare_process_encodes_all_texts(tmp_path):
     (tmp_path / "prepare.py").write_text('''
 def get_tokenizer(name):

@@ -2,6 +2,7 @@
 kernels.py against the plain paths of model.py. The Triton kernels run on CUDA, or in Triton's interpreter where the package is
 there; without it, plain stand-ins for them test what is around: parts, scaling, gradients, strides, one graph.
 """
+import contextlib
 import importlib.metadata
 import importlib.util
 import os
@@ -15,7 +16,9 @@ from torch.nn import functional as F
 import kernels
 import model
 import train
+from configurator import REPO, configure
 
+SYSTEMS = configure(train.Config, [os.path.join(REPO, "config", "systems.py")]).runs
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 
@@ -200,6 +203,48 @@ def test_which_runs_take_the_fast_paths(monkeypatch, fast, dtype, used, stream):
     seams = [m.head_loss is kernels.head_loss, *(b.attn.split_heads is kernels.split_heads for b in m.transformer.h),
              *(b.mlp.swiglu == kernels.swiglu for b in m.transformer.h)]
     assert seams == [used] * 5 and m.stream_dtype == stream
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_a_bfloat16_stream_costs_hardly_any_precision(system):
+    """Loss and gradients under autocast beside float32's, and how far off those with a float32 stream are: on a CPU as well."""
+    options = {k: v for k, v in SYSTEMS[system].items() if k not in ("batch_size", "eval_iters")}
+    if "n_kv_head" in options:
+        options["n_kv_head"] = max(1, options["n_kv_head"] // 2)
+    m = model.GPT(model.GPTConfig(vocab_size=64, n_layer=8, n_head=4, n_embd=64, block_size=32, **options))
+    ids = torch.randint(64, (4, 33), generator=torch.Generator().manual_seed(0))
+    results = []
+    for autocast, stream in ((False, None), (True, None), (True, torch.bfloat16)):
+        m.stream_dtype = stream
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = m(ids[:, :-1], ids[:, 1:])[1]
+        loss.backward()
+        results.append((loss.item(), torch.cat([p.grad.flatten() for p in m.parameters() if p.grad is not None])))
+        m.zero_grad()
+    (loss, exact), *others = results
+    plain, fast = (((grads - exact).norm() / exact.norm()).item() for _, grads in others)
+    assert 0 < plain != fast < 2 * plain < 0.1 and abs(others[1][0] - loss) < 2e-3 * loss
+
+
+@pytest.mark.parametrize("device, fast, asked", [("cuda", True, True), ("cuda", False, False), ("cpu", True, False)])
+def test_fast_runs_ask_for_cudnns_attention_first(monkeypatch, device, fast, asked):
+    orders = []
+    monkeypatch.setattr(train, "sdpa_kernel", lambda order, set_priority: orders.append((order, set_priority)) or
+                        contextlib.nullcontext())
+    with train.precision(train.Config(device=device, dtype="float32", fast=fast)):
+        pass
+    assert [order[0].name for order, _ in orders] == ["CUDNN_ATTENTION"] * asked and all(priority for _, priority in orders)
+
+
+@pytest.mark.parametrize("options", [{}, {"value_residual": True, "value_mix": "plus"}, {"shared_value": True}], ids=str)
+def test_cast_matrices_change_no_logit(options):
+    m = model.GPT(model.GPTConfig(vocab_size=64, n_layer=3, n_head=2, n_embd=32, block_size=16, **options)).eval()
+    ids = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        before = m(ids)[0]
+        assert torch.equal(m.cast_matrices(torch.bfloat16)(ids)[0], before)
+    assert m.lm_head.weight.dtype == m.transformer.h[0].attn.c_attn.weight.dtype == torch.bfloat16
+    assert {m.transformer.wte.weight.dtype, m.transformer.ln_f.weight.dtype} == {torch.float32}
 
 
 @pytest.mark.parametrize("width", [4, 56, 2100])
