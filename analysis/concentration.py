@@ -101,14 +101,14 @@ def main():
     deepest = max(len(r["layers"]) for r in results.values())
 
     def positions(value):
-        """Of the layer whose attention is the most concentrated, over its first positions."""
+        """Over the first positions, of the layer where a sink would be: that whose token 1 gets the most attention."""
         def line(result):
-            ys = value(min(result["layers"], key=lambda x: x["entropy"])["positions"])
+            ys = value(max(result["layers"], key=lambda x: x["first_importance"])["positions"])
             return list(range(1, len(ys) + 1)), ys
         return attention.series(results, line)
 
     by_layer = dict(x="layer", marks=True, whole=True)
-    by_position = dict(x="position, in the layer of lowest entropy", log="x")
+    by_position = dict(x="position, in the layer where token 1 gets most", log="x")
 
     def draw(path):
         plot.draw(path, [

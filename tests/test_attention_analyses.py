@@ -334,7 +334,9 @@ def run_on(trained, run_command, tmp_path, name, *options):
     return content["models"], out, err
 
 
-def test_concentration_command(trained, run_command, tmp_path):
+def test_concentration_command(trained, run_command, tmp_path, monkeypatch):
+    drawn, draw = [], concentration.plot.draw
+    monkeypatch.setattr("analysis.plot.draw", lambda path, panels, *words: drawn.extend(panels) or draw(path, panels, *words))
     models, out, err = run_on(trained, run_command, tmp_path, "concentration", "--batch_size=3")
     assert list(models) == NAMES and "left out" not in err
     share = [sum(1 / q for q in range(i, 25)) / 24 for i in range(1, 25)]
@@ -348,6 +350,9 @@ def test_concentration_command(trained, run_command, tmp_path):
             assert x["first_value_norm"] == x["positions"]["value_norm"][0]
             mixes = name.split("/")[0] in ("resformer", "learnable") and x["layer"] > 1
             assert (x["first_value_norm"] != x["first_raw_value_norm"]) == mixes
+    sinks = [max(result["layers"], key=lambda x: x["first_importance"]) for result in models.values()]  # where to look for one
+    assert [[ys for of in panel["series"].values() for _, ys in of] for panel in drawn[-2:]] == [
+        [layer["positions"][name] for layer in sinks] for name in ("importance", "value_norm")]
     sv = models["svformer/seed1"]["layers"]  # every layer attends with V_1
     assert len({x["first_value_norm"] for x in sv}) == 1 and len({x["first_hidden_norm"] for x in sv}) == 4
 
