@@ -43,6 +43,10 @@ def command(main):
         main()
     except UserError as e:
         message = str(e)
+    except (MemoryError, RuntimeError) as e:
+        if type(e).__name__ not in ("MemoryError", "OutOfMemoryError") and "allocate memory" not in str(e):  # torch's, on a CPU
+            raise
+        message = "out of memory: give less at a time, as with a smaller --batch_size or --num_samples"
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         sys.exit(130)
@@ -118,10 +122,12 @@ def read_file(path, known=()):
     The assignments of a config file, name -> value. Imports, functions and _names are the file's own business, unless
     they have the name of an option.
     """
+    if not path.endswith(".py"):
+        raise UserError(f"argument {path!r}: expected a config file, whose name ends in .py, or an option, written "
+                        + (f"--{path}" if "=" in path else "--name=value"))
     found = next((p for p in (path, os.path.join(REPO, path)) if os.path.isfile(p)), None)
     if found is None:
-        hint = f"; an option is written --{path}" if "=" in path else ""
-        raise UserError(f"config file {path!r} not found here or in {REPO}{hint}")
+        raise UserError(f"config file {path!r} not found here or in {REPO}")
     space = {"__file__": os.path.abspath(found), "__name__": "config"}
     try:
         with open(found, encoding="utf-8") as f:

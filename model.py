@@ -391,7 +391,7 @@ class Block(nn.Module):
 
     def forward(self, x, seen, mix, rope, cache, mask):
         a, raw = self.attn(self.ln_1(x), seen, mix, rope, cache, mask)
-        x = x + a if self.skip else a.to(x.dtype)  # the stream stays float32 under autocast
+        x = x + a if self.skip else a.to(x.dtype)  # the stream keeps its dtype under autocast
         return x + self.mlp(self.ln_2(x)), raw
 
 

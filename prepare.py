@@ -58,7 +58,8 @@ class Config:
     out_dir: str = ""  # where the bins go; empty: data/ and the source's name
     tokenizer: str = "auto"  # a tiktoken name, bytes, a path to .tiktoken or tokenizer.json; auto: gpt2 (builtin: bytes)
     num_proc: int = 0  # processes that tokenize; 1: none beside this one; 0: one per core
-    val_fraction: float = 0.005  # share of the documents (of a .txt: of its 64 KiB pieces) held out, chosen by their hash
+    val_fraction: float | Literal["auto"] = "auto"  # documents (of a .txt: 64 KiB pieces) held out by their hash; auto: 0.005
+        # (builtin: 0.05)
     max_tokens: int = 0  # stop before the document (.txt: piece) that would exceed this many training tokens; 0: no limit
     mix: str = ""  # shares of max_tokens by source, as CommonCrawl:50,C4:20 (no others, also in val); empty: all as it comes
     seed: int = 1337  # with mix: the order in which the shards are visited
@@ -106,6 +107,8 @@ class Json:
         shown = [*range(33, 127), *range(161, 173), *range(174, 256)]  # byte-level BPE spells other bytes as 256, 257, ...
         hidden = [b for b in range(256) if b not in shown]
         self.byte = {chr(b): b for b in shown} | {chr(256 + i): b for i, b in enumerate(hidden)}
+        if "ByteLevel" not in str(json.loads(tokenizer.to_str())["decoder"]):  # SentencePiece's spelling
+            self.byte = None
 
     def encode(self, text):
         return np.array(self.tokenizer.encode(text, add_special_tokens=False).ids, np.uint32)
@@ -114,6 +117,10 @@ class Json:
         out = b""
         for i in ids:
             token = self.tokenizer.id_to_token(int(i)) or ""
+            if self.byte is None:
+                byte = re.fullmatch("<0x([0-9A-F]{2})>", token)
+                out += bytes.fromhex(byte[1]) if byte else token.replace("▁", " ").encode()
+                continue
             known = all(c in self.byte for c in token)
             out += bytes(self.byte[c] for c in token) if known else token.encode()
         return out
@@ -179,10 +186,10 @@ class BadShard(UserError):
 SPLIT = re.compile(r"(train|validation|valid|val|test)[-_.0-9]")  # how the hub names the shards of a split
 
 
-def find_files(source, patterns=""):
+def find_files(source, patterns="", besides=""):
     """
-    The files of a file or folder, sorted by name. Where shards are named train-..., only those are training text;
-    folder:validation are those named validation-.... Raises UserError when there are none.
+    The files of a file or folder, sorted by name, without those of the source `besides`. Where shards are named train-...,
+    only those are training text; folder:validation are those named validation-.... Raises UserError when there are none.
     """
     split = "train"
     if not os.path.exists(source) and os.path.isdir(source.rpartition(":")[0]):
@@ -199,9 +206,13 @@ def find_files(source, patterns=""):
     if patterns:
         files = [p for p in files if any(fnmatch.fnmatch(os.path.relpath(p, source), pattern.strip())
                                          for pattern in patterns.split(","))]
+    if besides and not is_hub(besides):
+        others = set(map(os.path.realpath, find_files(besides)))
+        files = [p for p in files if os.path.realpath(p) not in others]
     if not files or not files[0].endswith(SUFFIXES):
         raise UserError(f"source {source}: found no file that ends in {', '.join(SUFFIXES)}"
-                        + (f" and matches data_files={patterns}" if patterns else ""))
+                        + (f" and matches data_files={patterns}" if patterns else "")
+                        + (f" and is not of val_source={besides}" if besides else ""))
     return files
 
 
@@ -419,17 +430,17 @@ def read_builtin(path, bar):
         yield "python", text, path, True
 
 
-def read_source(source, patterns, on_error, desc, seed=None):
+def read_source(source, patterns, on_error, desc, seed=None, besides=""):
     """
-    Batches (lists of items) of a whole source; the batches' limits depend on nothing but the text (and the seed). A damaged
-    shard is an item too, since it only counts when all before it was written and more is wanted.
+    Batches (lists of items) of a whole source but what find_files leaves out; their limits depend on nothing but the text
+    (and the seed). A damaged shard is an item too, since it only counts when all before it was written and more is wanted.
     """
     if source == "builtin":
         files, read, total = builtin_files()[1], read_builtin, None
     elif is_hub(source):
         files, read, total = [source], lambda path, bar: read_hub(path, patterns, bar), 0
     else:
-        files, read, total = find_files(source, patterns), read_items, None
+        files, read, total = find_files(source, patterns, besides), read_items, None
     if seed is not None:
         files = [files[i] for i in np.random.default_rng(seed).permutation(len(files))]
     batch, size = [], 0
@@ -509,7 +520,7 @@ def encode_batch(items, hashed=True, tokenizer=None):
             text = record.get("text") if isinstance(record, dict) else None
             if not isinstance(text, str) or not text.strip():
                 bad.append(("empty text" if isinstance(text, str) else "text is null" if isinstance(record, dict)
-                            and "text" in record and text is None else "no text", where, at))
+                            and "text" in record and text is None else 'no field "text"', where, at))
                 continue
             meta = record.get("meta")
             if isinstance(meta, str) and meta.startswith("{"):  # some Parquet sets keep it as text
@@ -718,8 +729,10 @@ class Data:
 
 
 def prepare(config):
-    """Tokenize config.source into bins and return meta.json's content. Raises UserError; then nothing is changed."""
+    """Tokenize config.source into bins and return meta.json's content. Raises UserError; then no bin is changed."""
     at_least(config, 0, "num_proc", "max_tokens", "seed")
+    if config.val_fraction == "auto":
+        config = dataclasses.replace(config, val_fraction=0.05 if config.source == "builtin" else 0.005)
     if config.source == "builtin" and config.data_files:
         raise UserError(f"--data_files={config.data_files}: the built-in corpus has no shards to pick; give a --source")
     at_least(config, 0, "val_fraction", below=1)
@@ -737,7 +750,8 @@ def prepare(config):
         print(f"validation text: {config.val_source}")
     for source in filter(None, (config.source, config.val_source)):
         if source != "builtin":
-            (open_hub if is_hub(source) else find_files)(source, config.data_files if source == config.source else "")
+            train = (config.data_files, *[config.val_source] * (not is_hub(source))) if source == config.source else ()
+            (open_hub if is_hub(source) else find_files)(source, *train)
     if config.source == "builtin":
         root, files = builtin_files()
         digest = hashlib.sha256()
@@ -765,8 +779,7 @@ def prepare(config):
                        "; give more text, or --val_source=FILE" if not config.val_source else
                        f"; --val_source={config.val_source} has no text" + (f" of the sources in --mix={config.mix}"
                                                                             if config.mix else "") if empty == "val" else ""))
-            meta.update(bins=bins, sources=counts, skipped=dict(collections.Counter(
-                {kind: n for kind, n in by_kind(bad).items()})))
+            meta.update(bins=bins, sources=counts, skipped=dict(by_kind(bad)))
             writer.commit(meta)
         except BaseException as e:
             writer.abort()
@@ -780,7 +793,7 @@ def prepare(config):
         print(f"skipped or mended: {summary(bad)}")
     for source, quota in quotas.items():
         got = counts.get(source, {"train": {"tokens": 0}})["train"]["tokens"]
-        print(f"  mix {source}: {got:,} of {quota:,} tokens" + (": it ran dry" if source in dry else ""))
+        print(f"  mix {source}: {got:,} of {quota:,} tokens" + (": no more of it that fits" if source in dry else ""))
     print(f"wrote {folder}: train {bins['train']:,} tokens, val {bins['val']:,} tokens ({tokenizer.name})")
     return meta
 
@@ -839,10 +852,11 @@ def fill(writer, config, tokenizer, pool, num_proc, quotas):
     for given in ("source", "val_source") if config.val_source else ("source",):
         split = "val" if given == "val_source" else "train"
         hold = given == "source" and not config.val_source  # hold out a part by hash
-        held = None  # the piece of the smallest hash: validation text even if none is below val_fraction
+        held = None  # the last piece: validation text even if no hash is below val_fraction
         end = math.inf  # encode_batch's `at` behind which nothing counts: there is enough text
         batches = read_source(getattr(config, given), config.data_files if given == "source" else "", config.on_error, split,
-                              config.seed if quotas and given == "source" else None)
+                              config.seed if quotas and given == "source" else None,
+                              config.val_source if given == "source" else "")
         with contextlib.closing(encode_all(batches, hold, tokenizer, pool, num_proc)) as results:
             for (ids, pieces, wrong), bar in results:
                 at = 0
@@ -870,7 +884,7 @@ def fill(writer, config, tokenizer, pool, num_proc, quotas):
                             end = 2 * i
                             break
                         total += n
-                    if hold and config.val_fraction and (held is None or digest < held[0][1]):
+                    if hold and config.val_fraction:
                         held, (piece, own) = (piece, own), held or (None, None)
                     if piece is not None:
                         put(split, piece, own)

@@ -320,7 +320,7 @@ def open_data(config, world):
     """prepare.Data of config.data; the built-in corpus is made when it is missing. Raises UserError."""
     if config.data == "builtin" and not os.path.exists("builtin"):
         if world.rank == 0 and not os.path.exists("data/builtin/meta.json"):
-            prepare.prepare(prepare.Config(val_fraction=0.05, num_proc=1, out_dir="data/builtin"))
+            prepare.prepare(prepare.Config(num_proc=1, out_dir="data/builtin"))
         world.barrier()
     data = prepare.Data(config.data)
     for name, b in (("train", data.train), ("val", data.val["val"])):
@@ -414,7 +414,7 @@ def fill_relative(folder, baseline):
 
 
 def comparable(config, data):
-    """What must be equal for a difference of losses at the same iteration to be the system's alone."""
+    """What must be equal for losses at the same iteration to be of the same text at the same point of a schedule."""
     names = ("block_size", "tokens_per_iter", "seed", "learning_rate", "min_lr", "warmup_iters", "lr_decay_iters", "decay_lr")
     return {**{n: getattr(config, n) for n in names}, "data": data.fingerprint,
             "eval_iters x batch_size": config.eval_iters * config.batch_size}
@@ -819,7 +819,7 @@ class Signals:
 
 
 def train_one(config, world, signals):
-    """Train, resume or skip one run in config.out_dir. Raises UserError before anything is written when it cannot start."""
+    """Train, resume or skip one run in config.out_dir. Raises UserError when it cannot start, before a file is changed."""
     config = resolve(config, world)
     data = open_data(config, world)
     if config.baseline and os.path.abspath(config.baseline) == os.path.abspath(config.out_dir):

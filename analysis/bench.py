@@ -331,7 +331,8 @@ def preparing(config, table):
     if not os.path.exists(config.shards):
         raise UserError(f"--shards={config.shards}: no such file or folder; expected local shards, at least --num_proc")
     n, parts = config.num_proc, prepare.with_parts(prepare.Config(source=config.shards))
-    paths = [p for part in (parts.source, parts.val_source) if part for p in prepare.find_files(part)]
+    paths = prepare.find_files(parts.source, besides=parts.val_source)
+    paths += prepare.find_files(parts.val_source) if parts.val_source else []
     paths.sort(key=os.path.getsize)
     if len(paths) < n:
         raise UserError(f"--shards={config.shards}: {len(paths)} files for {n} processes: give more, or a smaller --num_proc")

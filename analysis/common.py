@@ -304,6 +304,9 @@ def open_data(config, run):
     if data.tokenizer != run.config["tokenizer"]:
         raise UserError(f"{data.path} was tokenized with {data.tokenizer}, and {run.name} with {run.config['tokenizer']}: "
                         "give bins of the same tokenizer")
+    if not config.data and run.config["comparable"].get("data", data.fingerprint) != data.fingerprint:
+        raise UserError(f"{data.path} is not what {run.name} was trained on (prepared anew since?): give --data={name} to "
+                        "measure on it all the same")
     return data
 
 

@@ -24,7 +24,8 @@ from analysis import attention, common, plot
 from configurator import command
 from model import GPTConfig, causal
 
-SHAPE = ("block_size", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd", "n_ffn", "dropout", "rope_theta")
+SHAPE = ("block_size", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd", "n_ffn", "dropout", "rope_theta",
+         "scaled_init")
 NAMES = {"approximation": "Eq 4: half A (V_n + V_m)", "identity": "Eq 6: A V_n + mean of earlier V",
          "identity_previous": "Eq 6': A V_n + V_m"}
 

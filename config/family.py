@@ -1,6 +1,6 @@
 """
 An overlay: the family of value residuals and the systems the paper compares with, at 0.26B tokens (1,000 iterations of
-262,144), in pairs over seeds. One 82M run takes about 4 minutes on an H100 or H200; results/family/ has ours.
+262,144), in pairs over seeds. One 82M run takes about 4 minutes on an H100 or H200; results/family/ has what we ran of it.
 
     python train.py config/82M.py config/family.py --data=slimpajama --seeds=1337,1338,1339
     python train.py config/82M.py config/family.py --data=slimpajama --seeds=1337 --runs=vanilla,identity

@@ -1,6 +1,6 @@
 """
 An overlay: how the differences to vanilla change with the number of tokens. Each budget is a list of its own, with its own
-schedule, fully decayed; results/tokens/ has ours, whose 1,000 iterations are config/family.py's.
+schedule, fully decayed; 1,000 iterations are config/family.py's.
 
     for n in 500 2000 3300; do
         python train.py config/82M.py config/tokens.py --data=slimpajama --seeds=1337 --max_iters=$n --out_dir=out/tokens/$n

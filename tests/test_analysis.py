@@ -2,6 +2,7 @@
 import json
 import shutil
 
+import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
@@ -219,7 +220,7 @@ def test_an_out_dir_that_cannot_be_written_is_refused_before_the_work(trained, t
 
 
 @pytest.mark.parametrize("module", [concentration, similarity, spectrum])
-@pytest.mark.parametrize("fault", ["no data", "another tokenizer", "no such bin"])
+@pytest.mark.parametrize("fault", ["no data", "another tokenizer", "no such bin", "prepared anew"])
 def test_a_run_whose_data_cannot_be_used_is_left_out(trained, tmp_path, monkeypatch, capsys, module, fault):
     runs = tmp_path / "runs"
     for name in ("vanilla/seed1", "resformer/seed1"):
@@ -232,8 +233,12 @@ def test_a_run_whose_data_cannot_be_used_is_left_out(trained, tmp_path, monkeypa
         del meta["bins"]["val_Book"], meta["sources"]["Book"]
         (bins / "meta.json").write_text(json.dumps(meta))
         options += ["--bin=Book"]
+    if fault == "prepared anew":
+        ids = np.fromfile((bins := shutil.copytree(trained / "bins", tmp_path / "bins")) / "train.bin", np.uint16)
+        ids[::7] = ids[::-7]
+        ids.tofile(bins / "train.bin")
     change(runs / "vanilla/seed1/config.json", False, "tokenizer" if fault == "another tokenizer" else "data",
-           {"no data": "nowhere", "another tokenizer": "gpt2", "no such bin": str(tmp_path / "bins")}[fault])
+           {"no data": "nowhere", "another tokenizer": "gpt2"}.get(fault, str(tmp_path / "bins")))
     monkeypatch.setattr("sys.argv", ["x", str(runs), *options])
     command(module.main)
     assert "vanilla/seed1: left out: " in capsys.readouterr().err

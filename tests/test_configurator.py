@@ -10,7 +10,7 @@ from typing import Literal
 import pytest
 
 import configurator
-from configurator import UserError, configure
+from configurator import UserError, command, configure
 
 REPO = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -274,11 +274,32 @@ def test_dashes_forgotten():
     assert "'batch_size=4'" in message and "--batch_size=4" in message
 
 
-@pytest.mark.parametrize("path", ["config/nothing_here.py", "out", "."])
-def test_missing_config_file(path, tmp_path, monkeypatch):
+def test_missing_config_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    message = refused("config/nothing_here.py")
+    assert "'config/nothing_here.py'" in message and "not found" in message
+
+
+@pytest.mark.parametrize("path", ["out", ".", "my.jsonl", "notes.txt", ""])
+def test_what_is_no_config_file_is_not_run(path, tmp_path, monkeypatch):
+    """A line of .jsonl is Python, too, and would do nothing."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my.jsonl").write_text('{"text": "words"}\n')
+    (tmp_path / "notes.txt").write_text("seed = 3\n")
     message = refused(path)
-    assert repr(path) in message and "not found" in message
+    assert repr(path) in message and ".py" in message and "--name=value" in message
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried")])
+def test_out_of_memory_is_one_line(error, capsys):
+    def main():
+        raise error
+    with pytest.raises(SystemExit) as e:
+        command(main)
+    assert e.value.code == 2 and capsys.readouterr().err.startswith("error: out of memory: give less at a time")
+    error = RuntimeError("another")
+    with pytest.raises(RuntimeError, match="another"):
+        command(main)
 
 
 @pytest.mark.parametrize("text, line, what", [
@@ -379,7 +400,7 @@ def test_help_of_the_scripts(script, capsys):
 def test_help_on_the_command_line_exits_with_0():
     done = subprocess.run([sys.executable, os.path.join(REPO, "prepare.py"), "--help"], capture_output=True, text=True)
     assert done.returncode == 0 and done.stderr == ""
-    assert "--val_fraction=0.005" in done.stdout and "--out_dir=" in done.stdout
+    assert "--val_fraction=auto" in done.stdout and "--out_dir=" in done.stdout
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -253,13 +253,29 @@ def test_a_large_txt_is_split_and_nothing_is_lost(tmp_path, ranks, text):
             assert counts[split]["bytes"] == sum(len(tokens[i]) for i in half if i != eot)
 
 
+@pytest.mark.parametrize("fraction", [1e-9, 0.2])
+def test_a_txt_stays_in_order(tmp_path, fraction):
+    """What is held out is whole pieces, the last one where no hash picks any; nothing stands between the others."""
+    path, rng = tmp_path / "a.txt", random.Random(3)
+    path.write_text("".join(f"{rng.random()} {rng.random()}\n" for _ in range(30_000)))
+    prep(path, tmp_path / "out", val_fraction=fraction)
+    train, val = (np.fromfile(tmp_path / "out" / f"{name}.bin", "<u2").tolist() for name in ("train", "val"))
+    assert 256 not in train[:-1] and [*train, *val].count(256) == 1
+    train, val = (bytes(i for i in ids if i < 256) for ids in (train, val))
+    with open(path, "rb") as f:
+        pieces = [raw for _, raw, *_ in prepare.read_text(f, path, prepare.tqdm(disable=True))]
+    held = [piece for piece in pieces if piece in val]
+    assert len(pieces) > 15 and b"".join(held) == val and train == b"".join(piece for piece in pieces if piece not in held)
+    assert held == pieces[-1:] if fraction == 1e-9 else 1 < len(held) < 9
+
+
 def test_builtin(tmp_path):
-    """The documents are the .py files of the standard library."""
+    """The documents are the .py files of the standard library, split as train.py splits them where they are missing."""
     done = cli("--num_proc=2", cwd=tmp_path, env={**os.environ, "TIKTOKEN_CACHE_DIR": str(tmp_path)})
     assert done.returncode == 0, done.stderr
     (folder,) = (tmp_path / "data").iterdir()
     meta = json.loads((folder / "meta.json").read_text())
-    assert meta["tokenizer"] == "bytes" and folder.name == "builtin"
+    assert meta["tokenizer"] == "bytes" and folder.name == "builtin" and meta["val_fraction"] == 0.05
     docs = collections.Counter(in_bin(folder / "train.bin") + in_bin(folder / "val.bin"))
     root = sysconfig.get_paths()["stdlib"]
     for name in ("os.py", "json/__init__.py", "argparse.py", "asyncio/base_events.py"):
@@ -516,9 +532,9 @@ def test_max_tokens_with_a_split(tmp_path, limit, fraction):
 
 
 def test_max_tokens_too_small_for_any_document(tmp_path):
-    path = shard(tmp_path / "a.jsonl", some_docs())
+    path, other = (shard(tmp_path / f"{name}.jsonl", some_docs()) for name in "ab")
     with pytest.raises(UserError, match="--max_tokens"):
-        prep(path, tmp_path / "out", max_tokens=2, val_source=path)
+        prep(path, tmp_path / "out", max_tokens=2, val_source=other)
     assert snapshot(tmp_path / "out") == {}
 
 
@@ -706,6 +722,22 @@ def test_tokenizer_json(tmp_path):
             prepare.get_tokenizer(str(tmp_path / "bad.json"))
 
 
+def test_a_tokenizer_json_of_sentencepieces_kind(tmp_path):
+    """Its words begin with another sign than byte-level BPE's, and it falls back to bytes."""
+    tokenizers = pytest.importorskip("tokenizers")
+    alphabet = [f"<0x{i:02X}>" for i in range(256)]
+    vocab = {t: i for i, t in enumerate(["<unk>", "</s>", *alphabet, "▁", *"abcdeé", "ab", "▁ab"])}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [("a", "b"), ("▁", "ab")], byte_fallback=True,
+                                                           unk_token="<unk>"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="never")
+    tokenizer.decoder = tokenizers.decoders.Sequence([tokenizers.decoders.Replace("▁", " "), tokenizers.decoders.ByteFallback(),
+                                                      tokenizers.decoders.Fuse()])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    ours, text = prepare.get_tokenizer(str(tmp_path / "tokenizer.json")), "ab cd abé\n<unk> 値 <0x41>"
+    ids = ours.encode(text)
+    assert ours.decode_bytes(ids).decode() == text and b" ab" in [ours.decode_bytes([i]) for i in ids]
+
+
 @pytest.mark.parametrize("name", ["gpt3", "", "Bytes", "gpt2.model"])
 def test_unknown_tokenizer(tmp_path, name):
     path = shard(tmp_path / "a.jsonl", some_docs())
@@ -785,7 +817,7 @@ def test_bad_documents_are_counted_and_the_run_goes_on(tmp_path, capsys):
     check_bins(tmp_path / "out", docs)
     skipped = meta["skipped"]
     assert sum(skipped.values()) == len(bad)
-    for name, n in {"JSON": len(not_json), "null": 5, "empty": 7, "UTF-8": 8, "no text": len(no_text)}.items():
+    for name, n in {"JSON": len(not_json), "null": 5, "empty": 7, "UTF-8": 8, 'no field "text"': len(no_text)}.items():
         assert sum(count for kind, count in skipped.items() if name in kind) == n, name
     out = capsys.readouterr().out
     first = 1 + min(lines.index(line) for line in not_json)
@@ -997,6 +1029,26 @@ def test_a_folder_with_its_own_validation_part(tmp_path, name):
     prep(tmp_path / "in", tmp_path / "out", val_source=shard(tmp_path / "v.jsonl", some_docs(9, seed=2)))
     assert bag(in_bin(tmp_path / "out" / "train.bin")) == bag(train)
     assert bag(in_bin(tmp_path / "out" / "val.bin")) == bag(some_docs(9, seed=2))
+
+
+@pytest.mark.parametrize("train, val, options", [
+    ("data.jsonl", "val.jsonl", {}), ("data.jsonl", "validation/v.jsonl", {}),
+    ("a/data.jsonl", "b/v.jsonl", {"val_source": "b"}), ("data.jsonl", "held.jsonl", {"val_source": "held.jsonl"}),
+    ("data.jsonl", "val.jsonl", {"data_files": "*.jsonl"})])
+def test_validation_text_is_never_trained_on(tmp_path, train, val, options):
+    """Wherever it lies within the source, and whether the shards have names of parts or not."""
+    docs, held = some_docs(40), some_docs(20, seed=1)
+    shard(tmp_path / "in" / train, docs)
+    shard(tmp_path / "in" / val, held)
+    options = {k: v if k == "data_files" else str(tmp_path / "in" / v) for k, v in options.items()}
+    prep(tmp_path / "in", tmp_path / "out", **options)
+    assert bag(in_bin(tmp_path / "out" / "train.bin")) == bag(docs) and bag(in_bin(tmp_path / "out" / "val.bin")) == bag(held)
+
+
+def test_nothing_but_validation_text_is_no_source(tmp_path):
+    path = shard(tmp_path / "a.jsonl", some_docs())
+    with pytest.raises(UserError, match="is not of val_source="):
+        prep(path, tmp_path / "out", val_source=path)
 
 
 @pytest.mark.parametrize("meta", ["struct", "text"])

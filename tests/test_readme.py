@@ -115,6 +115,10 @@ def test_quickstart_table_is_the_measured_one():
 def test_first_run_table_is_the_measured_one():
     with open(os.path.join(REPO, "results", "first-run", "summary.json"), encoding="utf-8") as f:
         assert train.table(json.load(f)) in README
+    steps = [train.read_log(os.path.join(REPO, "results", "first-run", name))[0]
+             for name in ("resformer", "ddp2", "ddp4", "fp16")]
+    speeds = [f"{statistics.median(s['tokens_per_s'] for s in of.values()):,.0f}" for of in steps]
+    assert f"| {', '.join(speeds[:3])} tokens/s |" in README and f"| {speeds[3]} tokens/s, no step skipped |" in README
 
 
 def measured(name):
