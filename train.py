@@ -556,7 +556,7 @@ class Run:
         changed = [f"{k} {ckpt['config'][k]} -> {v}" for k, v in self.plain_config().items()
                    if k in ckpt["config"] and ckpt["config"][k] != v and k not in ("out_dir", "init_from", "eval_only")]
         if changed:
-            self.say(f"resuming with other options than before: {', '.join(changed)}")
+            self.say(f"options that are not the checkpoint's: {', '.join(changed)}")
         if "tokens_per_iter" in " ".join(changed):
             self.say("the data order from here on is that of the new batch; some windows may come again before the epoch ends")
         return ckpt

@@ -406,6 +406,7 @@ def test_mapping_command_leaves_out_what_mixes_or_shares_values(trained, run_com
     assert list(models) == ["vanilla/seed1", "vanilla/seed2", "gqa/seed1", "gqa/seed2"]
     assert err.count("left out") == 6 and "svformer/seed2: left out: " in err and "shared_value=True" in err
     assert all(r["layers"] == [2, 3, 4] for r in models.values())
+    assert not mapping.why_not(GPTConfig(scaled_init=True)) and "qk_norm=True" in mapping.why_not(GPTConfig(qk_norm=True))
     code, out, err = run_command("mapping", trained / "runs/svformer", *FAST, f"--out_dir={tmp_path}/none")
     assert code == 0 and "left out" in err and "nothing to show" in out and not (tmp_path / "none").exists()
 
