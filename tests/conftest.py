@@ -6,6 +6,7 @@ import sys
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests run side by side: threads of several would wait for each other
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job, and what it starts, would ignore Ctrl-C
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 
