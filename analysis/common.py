@@ -263,6 +263,8 @@ def arguments(Config, argv, needs_runs=True, why_not=lambda config, shape: ""):
         at_least(config, 1, "batch_size")
         at_least(config, 0, "length")
         device = train.checked_device(config)
+        if runs and not config.out_dir:  # of those given, also where some are left out
+            config.out_dir = common_folder([r.path for r in runs])
         runs = trained(runs, lambda shape: why_not(config, shape))  # before the length, which is that of the runs in use
         blocks = [r.shape.block_size for r in runs]
         if runs and config.length > min(blocks):

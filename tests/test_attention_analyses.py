@@ -416,7 +416,7 @@ def test_a_run_without_a_checkpoint_is_left_out(trained, run_command, tmp_path):
     (tmp_path / "runs/seed1/ckpt.pt").unlink()
     code, out, err = run_command("similarity", tmp_path / "runs", *FAST)
     assert code == 0 and "seed1: left out" in err and "ckpt.pt" in err
-    assert list(json.loads((tmp_path / "runs/seed2/similarity.json").read_text())["models"]) == ["runs/seed2"]
+    assert list(json.loads((tmp_path / "runs/similarity.json").read_text())["models"]) == ["runs/seed2"]
 
 
 def test_bfloat16_is_close_to_float32(trained, run_command, tmp_path):

@@ -218,7 +218,7 @@ def test_evaluate_names_what_it_leaves_out_and_what_is_wrong(runs, trained, tmp_
     shutil.copytree(runs / "vanilla/seed1", folder / "a")
     shutil.copytree(runs / "vanilla/seed1", folder / "b", ignore=lambda *_: ["ckpt.pt"])
     said = call(evaluate, folder, "--sequences=2", "--device=cpu", capsys=capsys, monkeypatch=monkeypatch)
-    assert "/b/ckpt.pt: no such checkpoint" in said.err and len(content(folder / "a/evaluate.json")["runs"]) == 1
+    assert "/b/ckpt.pt: no such checkpoint" in said.err and len(content(folder / "evaluate.json")["runs"]) == 1
     for words, problem in [
         ([folder / "b"], "no such checkpoint"), (["--weights=Foo:1"], "no source Foo, only C4, Book"),
         (["--weights=C4"], "source:weight"), (["--weights=C4:0"], "source:weight"),
