@@ -468,6 +468,10 @@ def read_source(source, patterns, on_error, desc, seed=None, besides=""):
 worker = None  # the tokenizer of this process
 
 
+class WorkerDied(UserError):
+    pass
+
+
 def start_worker(name):
     global worker
     parent = multiprocessing.parent_process()
@@ -481,8 +485,10 @@ def workers(tokenizer, num_proc):
     if num_proc == 1:
         yield None
         return
-    spawn = multiprocessing.get_context("spawn")
+    spawn, given = multiprocessing.get_context("spawn"), os.environ.get("PYTHONWARNINGS", "")
+    os.environ["PYTHONWARNINGS"] = f"{given},ignore:resource_tracker"  # which starts here, and tidies up after WorkerDied
     pool = concurrent.futures.ProcessPoolExecutor(num_proc, spawn, start_worker, (tokenizer.name,))
+    os.environ["PYTHONWARNINGS"] = given
     ours = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the workers inherit it: after Ctrl-C this process ends them
     try:
         for _ in range(min(num_proc, 2 * (os.cpu_count() or 1))):
@@ -552,8 +558,18 @@ def encode_batch(items, hashed=True, tokenizer=None):
 
 
 def encode_all(batches, hashed, tokenizer, pool, num_proc):
-    """encode_batch over all batches, in order, by a pool of `workers`. Raises UserError when one of them dies."""
-    waiting = collections.deque()
+    """encode_batch over all batches, in order, by a pool of `workers`. Raises WorkerDied when one of them dies."""
+    waiting, processes = collections.deque(), set()
+
+    def first():
+        """The first task's result. A worker killed while it hands one over would leave the pool waiting for the rest of it."""
+        processes.update(multiprocessing.active_children())
+        while not concurrent.futures.wait([waiting[0]], timeout=1).done:
+            if not all(p.is_alive() for p in processes):
+                raise BrokenProcessPool
+            processes.update(multiprocessing.active_children())
+        return waiting.popleft().result()
+
     with contextlib.closing(batches):
         try:
             for batch, bar in batches:
@@ -562,11 +578,11 @@ def encode_all(batches, hashed, tokenizer, pool, num_proc):
                     continue
                 waiting.append(pool.submit(encode_batch, batch, hashed))
                 if len(waiting) > 2 * num_proc + 2:
-                    yield waiting.popleft().result(), bar
+                    yield first(), bar
             while waiting:
-                yield waiting.popleft().result(), bar
+                yield first(), bar
         except BrokenProcessPool:
-            raise UserError("a worker process died (out of memory, or killed); nothing was written. Try fewer with "
+            raise WorkerDied("a worker process died (out of memory, or killed); nothing was written. Try fewer with "
                             f"--num_proc={max(1, num_proc // 2)}") from None
         finally:
             for task in waiting:
@@ -918,7 +934,12 @@ def fill(writer, config, tokenizer, pool, num_proc, quotas):
 def main():
     config = configure(Config, sys.argv[1:])
     print("\n".join(f"{k} = {v!r}" for k, v in dataclasses.asdict(config).items()))
-    prepare(config)
+    try:
+        prepare(config)
+    except WorkerDied as e:  # the pool's own threads may wait for what will never come, and would keep this process alive
+        print(f"error: {e}", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        os._exit(2)
 
 
 if __name__ == "__main__":

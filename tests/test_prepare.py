@@ -1249,6 +1249,24 @@ def test_ctrl_c(tmp_path, slow_source, ranks):
 
 
 @linux
+def test_a_worker_killed_while_it_hands_over_a_result(tmp_path, slow_source, ranks):
+    """The pool then waits for the rest of it, and the other workers for the lock: what its own watching does not see."""
+    (tmp_path / "sitecustomize.py").write_text('''
+import multiprocessing, os, signal, struct
+from multiprocessing.connection import Connection
+def send(self, content, do=Connection._send_bytes):
+    if len(content) > 50_000 and multiprocessing.parent_process():
+        os.write(self.fileno(), struct.pack("!i", len(content)) + bytes(content[:1000]))
+        os.kill(os.getpid(), signal.SIGKILL)
+    do(self, content)
+Connection._send_bytes = send
+''')
+    done = cli(f"--source={slow_source}", f"--out_dir={tmp_path}/out", f"--tokenizer={ranks}", "--num_proc=2",
+               env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    assert "a worker process died" in one_line(done) and snapshot(tmp_path / "out") == {}
+
+
+@linux
 def test_a_killed_worker_ends_the_run(tmp_path, slow_source, ranks):
     """an error and no hang; the old bins stay, nothing is left."""
     out = tmp_path / "out"
