@@ -107,23 +107,21 @@ class Json:
         shown = [*range(33, 127), *range(161, 173), *range(174, 256)]  # byte-level BPE spells other bytes as 256, 257, ...
         hidden = [b for b in range(256) if b not in shown]
         self.byte = {chr(b): b for b in shown} | {chr(256 + i): b for i, b in enumerate(hidden)}
-        if "ByteLevel" not in str(json.loads(tokenizer.to_str())["decoder"]):  # SentencePiece's spelling
-            self.byte = None
+        self.byte_level = "ByteLevel" in str(json.loads(tokenizer.to_str())["decoder"])
 
     def encode(self, text):
         return np.array(self.tokenizer.encode(text, add_special_tokens=False).ids, np.uint32)
 
     def decode_bytes(self, ids):
-        out = b""
-        for i in ids:
-            token = self.tokenizer.id_to_token(int(i)) or ""
-            if self.byte is None:
-                byte = re.fullmatch("<0x([0-9A-F]{2})>", token)
-                out += bytes.fromhex(byte[1]) if byte else token.replace("▁", " ").encode()
-                continue
+        return b"".join(self.spelled(self.tokenizer.id_to_token(int(i)) or "") for i in ids)
+
+    def spelled(self, token):
+        """The bytes that a token stands for."""
+        if self.byte_level:
             known = all(c in self.byte for c in token)
-            out += bytes(self.byte[c] for c in token) if known else token.encode()
-        return out
+            return bytes(self.byte[c] for c in token) if known else token.encode()
+        byte = re.fullmatch("<0x([0-9A-F]{2})>", token)  # SentencePiece's way
+        return bytes.fromhex(byte[1]) if byte else token.replace("▁", " ").encode()
 
 
 def get_tokenizer(name, otherwise=""):
@@ -469,7 +467,7 @@ worker = None  # the tokenizer of this process
 
 
 class WorkerDied(UserError):
-    pass
+    """A worker process is gone. The pool's own threads may then wait for ever, and keep this process from ending."""
 
 
 def start_worker(name):
@@ -563,12 +561,12 @@ def encode_all(batches, hashed, tokenizer, pool, num_proc):
 
     def first():
         """The first task's result. A worker killed while it hands one over would leave the pool waiting for the rest of it."""
-        processes.update(multiprocessing.active_children())
-        while not concurrent.futures.wait([waiting[0]], timeout=1).done:
+        while True:
+            processes.update(multiprocessing.active_children())
+            if concurrent.futures.wait([waiting[0]], timeout=1).done:
+                return waiting.popleft().result()
             if not all(p.is_alive() for p in processes):
                 raise BrokenProcessPool
-            processes.update(multiprocessing.active_children())
-        return waiting.popleft().result()
 
     with contextlib.closing(batches):
         try:
@@ -764,10 +762,11 @@ def prepare(config):
     config = with_parts(config)
     if config.val_source != given.val_source:
         print(f"validation text: {config.val_source}")
-    for source in filter(None, (config.source, config.val_source)):
-        if source != "builtin":
-            train = (config.data_files, *[config.val_source] * (not is_hub(source))) if source == config.source else ()
-            (open_hub if is_hub(source) else find_files)(source, *train)
+    for source, patterns, besides in ((config.source, config.data_files, config.val_source), (config.val_source, "", "")):
+        if is_hub(source):
+            open_hub(source, patterns)
+        elif source not in ("", "builtin"):
+            find_files(source, patterns, besides)
     if config.source == "builtin":
         root, files = builtin_files()
         digest = hashlib.sha256()
@@ -936,7 +935,7 @@ def main():
     print("\n".join(f"{k} = {v!r}" for k, v in dataclasses.asdict(config).items()))
     try:
         prepare(config)
-    except WorkerDied as e:  # the pool's own threads may wait for what will never come, and would keep this process alive
+    except WorkerDied as e:
         print(f"error: {e}", file=sys.stderr, flush=True)
         sys.stdout.flush()
         os._exit(2)
