@@ -254,7 +254,7 @@ def arguments(Config, argv, needs_runs=True, why_not=lambda config, shape: ""):
     if needs_runs and not paths:
         raise UserError("give at least one run folder, such as out/quickstart; --help lists the options")
     runs = find_runs(paths)
-    if config.out_dir and os.path.exists(config.out_dir) and not os.path.isdir(config.out_dir):
+    if os.path.isfile(config.out_dir):  # one look: another process may make and remove the folder meanwhile
         raise UserError(f"--out_dir={config.out_dir}: is a file; give a folder, which is made if it is missing")
     if config.out_dir:
         check_writable(config.out_dir)
