@@ -234,7 +234,7 @@ def check_writable(folder):
         path = os.path.dirname(path)
     try:
         os.makedirs(folder, exist_ok=True)
-        if not os.access(folder, os.W_OK):
+        if not os.access(folder, os.W_OK) and os.path.exists(folder):  # another process may have removed it again
             raise PermissionError(13, "permission denied")
     except OSError as e:
         raise UserError(f"--out_dir={folder}: nothing can be written there ({e.strerror}); give another folder") from None
