@@ -4,7 +4,7 @@ An overlay: differences to vanilla at several lengths, with as many tokens per i
 
     for n in 512 2048 8192; do
         python train.py config/82M.py config/lengths.py --data=slimpajama --seeds=1337 --block_size=$n \
-            --batch_size=$((65536 / n)) --out_dir=out/lengths/$n
+            --batch_size=$((131072 / n)) --out_dir=out/lengths/$n
     done
 
 and with a lower learning rate, which the paper finds to help SVFormer, and another warmup, which it finds not to matter:
@@ -21,6 +21,7 @@ tokens_per_iter = 128 * 2048
 max_iters = 500
 eval_interval = 500
 warmup_iters = 120
+batch_size = 64  # with eval_iters = 20, as in results/: every run of a length is evaluated on the same windows; 24 GB
 runs = {
     "vanilla": {},
     "identity": {"value_residual": True},
