@@ -56,8 +56,8 @@ def together(verdicts):
 @dataclass
 class Claim:
     """
-    check(records, {section: numbers}) returns (what was found, with interval, budget and seeds; the verdict). folder: of
-    records.ARMS, without which there is no such claim.
+    check(records, {section: numbers}) returns (what was found, with interval, budget and seeds, "" if nothing was measured; the
+    verdict). folder: of records.ARMS, without which there is no such claim.
     """
     text: str
     paper: str
@@ -69,14 +69,14 @@ def below(*pairs, pool=lambda records: records):
     """Loss of a below that of b, for pairs (a, b) of systems, at the budget of a pool: the family's."""
     def check(records, _):
         if (of := pool(records)) is None:
-            return "no runs", NOT_TESTABLE
+            return "", NOT_TESTABLE
         found, sd = {f"{a} - {b}": of.difference(a, b, of.tokens) for a, b in pairs}, of.noise() or records.noise()
         plain = len(pairs) == 1 and pairs[0][1] == "vanilla"  # the claim names it
         known = {name: d for name, d in found.items() if d}
         alike = len({len(d["seeds"]) for d in known.values()}) == 1  # then budget and seeds are said once, at the last
         cells = [f"{name}: " * (not plain) + (spread(d) if alike and name != list(known)[-1] else described(d, of.tokens))
                  for name, d in known.items()]
-        cells += ["no paired runs of " + ", ".join(name for name, d in found.items() if not d)] * (None in found.values())
+        cells += ["no paired runs of " + ", ".join(name for name, d in found.items() if not d)] * (0 < len(known) < len(found))
         return "; ".join(cells), together([verdict(d, -1, sd) for d in found.values()])
     return check
 
@@ -94,7 +94,7 @@ def wikipedia(records, numbers):
     by_source = numbers.get("family", {}).get("systems", {}).get("identity", {}).get("difference_by_source", {})
     known = {s: x["mean"] for s, x in by_source.items() if x}
     if d is None or not known:
-        return "no paired runs with that source and others", NOT_TESTABLE
+        return "", NOT_TESTABLE
     return (f"largest is {min(known, key=known.get)}; Wikipedia's minus the largest of the others: "
             f"{described(d, records.tokens)}", verdict(d, -1, records.noise()))
 
@@ -103,7 +103,7 @@ def overtaken(records, _):
     """SVFormer above vanilla at the end of its longest run; if not, nothing is known of what comes later."""
     tokens = max((t for t in records.budgets("svformer") if records.difference("svformer", "vanilla", t)), default=None)
     if tokens is None:
-        return "no paired runs", NOT_TESTABLE
+        return "", NOT_TESTABLE
     d, (point, _) = records.difference("svformer", "vanilla", tokens), records.critical("svformer", tokens)
     here = f"final difference {described(d, tokens)}; training curves: {reached(point)}"
     v = verdict(d, +1, records.noise())
@@ -115,11 +115,10 @@ def gain_lasts(system):
     def check(records, numbers):
         facts = numbers.get("tokens", {}).get(system)
         if not facts:
-            return "no two budgets", NOT_TESTABLE
+            return "", NOT_TESTABLE
         here = ", ".join(f"{d['mean']:+.4f} at {billions(t)}" for t, d in zip(facts["tokens"], facts["differences"]))
         if fit := facts["fit"]:
-            here += f"; changes as D^{-fit['b']:.2f}" + bracket(
-                fit["b_interval_95"] and [-x for x in reversed(fit["b_interval_95"])], "{:.2f}".format)
+            here += f"; changes as D^{-fit['b']:.2f}" + bracket([-x for x in reversed(fit["b_interval_95"])], "{:.2f}".format)
         return here, together([verdict(d, -1, records.noise()) for d in facts["differences"]])
     return check
 
@@ -129,9 +128,8 @@ def far_away(system):
     def check(_, numbers):
         far = numbers.get("tokens", {}).get(system, {}).get("at_20B")
         if not far:
-            return "nothing to extrapolate from", NOT_TESTABLE
-        ends = (far["low"], far["high"]) if far["low"] is not None else None
-        return f"{far['mean']:+.4f}{bracket(ends, '{:+.4f}'.format)} by extrapolation, if it is a D^-b", NOT_TESTABLE
+            return "", NOT_TESTABLE
+        return f"{far['mean']:+.4f}{bracket((far['low'], far['high']), '{:+.4f}'.format)} by extrapolation, if it is a D^-b", NOT_TESTABLE
     return check
 
 
@@ -152,7 +150,7 @@ def saves_data(system):
         facts = numbers.get("saving", {}).get(system, {})
         known = [b for b in facts.get("budgets", ()) if b["saving"] is not None and not b["extrapolated"]]
         if not known:
-            return "vanilla's loss lies between the system's at no two budgets", NOT_TESTABLE
+            return "vanilla's loss lies between the system's at no two budgets" * bool(facts), NOT_TESTABLE
         here, v = saved(known[-1], [PAPER_SAVING], n := len(facts["seeds"]))
         return f"{here}; {billions(known[-1]['tokens'])} tokens, {n} seed{'s' * (n > 1)}", v
     return check
@@ -163,7 +161,7 @@ def half_cache(records, numbers):
     cache = {s: of["kv_bytes_per_token"] for s, of in numbers.get("family", {}).get("systems", {}).items()}
     cache = {**numbers.get("mechanism", {}).get("kv_bytes_per_token", {}), **cache}
     if not {"vanilla", "svformer"} <= set(cache):
-        return "no runs of both", NOT_TESTABLE
+        return "", NOT_TESTABLE
     ratio = cache["svformer"] / cache["vanilla"]
     here = f"{cache['svformer']:,} of {cache['vanilla']:,} bytes per token: {ratio:.4f}, exact"
     return here, HOLDS if ratio < 0.6 else NOT_SEEN
@@ -179,7 +177,7 @@ def mechanism_differs(name, sign, shown=lambda vanilla, numbers: 2, effect=""):
         of = m.get("systems", {}).get(name, {})
         d, vanilla = difference(of.get("identity", {}), of.get("vanilla", {})), of.get("vanilla")
         if d is None:
-            return "not measured on both", NOT_TESTABLE
+            return "", NOT_TESTABLE
         sd = noise(difference(own, vanilla) for s, own in of.items() if s != "vanilla")
         here = f"{statistics.fmean(of['identity'].values()):.4g} against vanilla's {statistics.fmean(vanilla.values()):.4g}; " \
             f"{described(d, m['tokens'])}"
@@ -205,7 +203,7 @@ def larger_spectrum(_, numbers):
             verdicts.append(NOT_SEEN if share <= 0.5 else HOLDS if min(shares.values()) > 0.5 and len(shares) > 1 else PARTLY)
     if cells and m["tokens"]:
         cells.append(f"{billions(m['tokens'])} tokens")
-    return "; ".join(cells) or "not measured on both", together(verdicts)
+    return "; ".join(cells), together(verdicts)
 
 
 def lambdas_grow(_, numbers):
@@ -217,7 +215,7 @@ def lambdas_grow(_, numbers):
 def above_zero(what, values, m):
     """A number of every seed that the paper has above 0."""
     d = values and difference(values, dict.fromkeys(values, 0.0))
-    return (f"{what} {described(d, m['tokens'])}", verdict(d, +1, noise([d]))) if d else ("not measured", NOT_TESTABLE)
+    return (f"{what} {described(d, m['tokens'])}", verdict(d, +1, noise([d]))) if d else ("", NOT_TESTABLE)
 
 
 def maps_like_cross_layer(_, numbers):
@@ -258,7 +256,7 @@ def at_every_length(system):
                  for arm, pool in of_lengths(records)[1].items()}
         cells = [f"{arm}: {described(d, tokens) if d else 'no paired runs'}" for arm, (d, tokens) in found.items()]
         sd = noise(d for d, _ in found.values()) or records.noise()
-        return "; ".join(cells) or "no runs", together([verdict(d, -1, sd) for d, _ in found.values()])
+        return "; ".join(cells), together([verdict(d, -1, sd) for d, _ in found.values()])
     return check
 
 
@@ -268,7 +266,7 @@ def overtaken_later(records, _):
              if (point := pool.critical("svformer", pool.tokens))}
     of = [{seed: p["tokens"] for seed, p in seeds.items() if p["kind"] == "crossed"} for _, seeds in found.values()]
     pairs = [difference(longer, shorter) for shorter, longer in zip(of, of[1:])]
-    return ("; ".join(f"{arm}: {reached(mean)}" for arm, (mean, _) in found.items()) or "no paired runs",
+    return ("; ".join(f"{arm}: {reached(mean)}" for arm, (mean, _) in found.items()),
             together([verdict(d, +1, noise(pairs)) for d in pairs]))
 
 
@@ -285,7 +283,7 @@ def better_if_slower(records, _):
             if all(pair) and (d := difference(*(p["seeds"] for p in pair))):
                 of[arm] = d, pool.tokens
     sd = noise(d for d, _ in of.values()) or records.noise()
-    return ("; ".join(f"{arm}: {described(d, tokens)}" for arm, (d, tokens) in of.items()) or "no paired runs at a lower rate",
+    return ("; ".join(f"{arm}: {described(d, tokens)}" for arm, (d, tokens) in of.items()),
             together([verdict(d, -1, sd) for d, _ in of.values()]))
 
 
@@ -300,6 +298,8 @@ def at_best_rates(key, *systems):
         sd = noise(pool.difference(s, "vanilla", pool.tokens) for pool in records.pools["rates"].values()
                    for s in systems) or records.noise()
         v = together([verdict(d, -1, sd) for d in found.values()])
+        if not any(found.values()):
+            return "", v
         if v == HOLDS and best["vanilla"]["at_an_end"]:
             return "; ".join([*cells, "vanilla's best is at an end of its rates"]), PARTLY
         return "; ".join(cells), v
@@ -312,7 +312,7 @@ def saves_parameters(system):
         sizes = numbers.get("sizes", {})
         found = sizes.get("at_largest", {}).get(system)
         if not found or found["saving"] is None or found["extrapolated"]:
-            return "vanilla's loss lies between the system's at no two sizes", NOT_TESTABLE
+            return "vanilla's loss lies between the system's at no two sizes" * bool(found), NOT_TESTABLE
         here, v = saved(found, PAPER_PARAMETERS, n := len(found["seeds"]))
         return f"{here}; {found['sizes']} sizes, {billions(sizes['tokens'])} tokens, {n} seed{'s' * (n > 1)}", v
     return check

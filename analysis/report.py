@@ -169,25 +169,23 @@ def whiskers(differences, title):
 def power_law(tokens, differences):
     """
     (numbers, at) of |difference| = a D^-b, a straight line in logarithms; numbers: {"a", "b", "b_interval_95"}; at(D) returns
-    (difference, low, high), 95 % prediction interval by Student's t from the residuals, None for two points. None for fewer
-    points, or when the sign changes.
+    (difference, low, high), 95 % prediction interval by Student's t from the residuals. None for fewer than three points,
+    whose line has no residuals, or when the sign changes.
     """
     x, y = np.array(tokens, float), np.array(differences, float)
-    if len(x) < 2 or not ((y < 0).all() or (y > 0).all()):
+    if len(x) < 3 or not ((y < 0).all() or (y > 0).all()):
         return None
     line, _, fit = scaling.fit_loglog(x, abs(y))
     df, u = len(x) - 2, np.log(x)
     squares, about = float(((u - u.mean()) ** 2).sum()), float(u.mean())
-    sigma = math.sqrt(float((np.log(abs(y) / line(x)) ** 2).sum()) / df) if df else None
+    sigma = math.sqrt(float((np.log(abs(y) / line(x)) ** 2).sum()) / df)
 
     def at(q):
         middle = float(np.sign(y[0]) * line(q))
-        if not df:
-            return middle, None, None
         half = t_95(df) * sigma * math.sqrt(1 + 1 / len(x) + (math.log(q) - about) ** 2 / squares)
         return middle, *sorted(middle * math.exp(min(way * half, 700)) for way in (-1, 1))
-    b, half = -float(fit["b"]), t_95(df) * sigma / math.sqrt(squares) if df else None
-    return {"a": math.exp(fit["a"]), "b": b, "b_interval_95": [b - half, b + half] if df else None}, at
+    b, half = -float(fit["b"]), t_95(df) * sigma / math.sqrt(squares)
+    return {"a": math.exp(fit["a"]), "b": b, "b_interval_95": [b - half, b + half]}, at
 
 
 def against_tokens(records):
@@ -203,16 +201,15 @@ def against_tokens(records):
         far = dict(zip(("mean", "low", "high"), law[1](PAPER_TOKENS))) if law else None
         numbers[system] = {"tokens": list(found), "differences": list(found.values()), "fit": law and law[0], "at_20B": far}
         rows += [[system, billions(t), spread(d), len(d["seeds"]), ""] for t, d in found.items()]
-        ends = " (two points: no interval)" if far and far["low"] is None else far and bracket(
-            (far["low"], far["high"]), "{:+.4f}".format)
-        rows.append([system, "20B, extrapolated", f"{far['mean']:+.4f}{ends}" if far else "-: the sign changes", "-",
+        said = far and f"{far['mean']:+.4f}{bracket((far['low'], far['high']), '{:+.4f}'.format)}"
+        rows.append([system, "20B, extrapolated", said or f"-: {'two budgets' if len(found) == 2 else 'the sign changes'}", "-",
                      number(PAPER.get(system), "+.3f")])
         points[system], series[system] = (list(found), means), [(list(found), means)]
         if law:
             xs = np.geomspace(min(found), PAPER_TOKENS, 40)
             ends = [law[1](q) for q in xs]
             series[system] = [(xs, [e[0] for e in ends])]
-            if far["low"] is not None and max(abs(x) for e in ends for x in e) < 3 * max(map(abs, means)):
+            if max(abs(x) for e in ends for x in e) < 3 * max(map(abs, means)):
                 bands[system] = xs, [e[1] for e in ends], [e[2] for e in ends]
         if PAPER.get(system):
             series[f"{system}, paper"], points[f"{system}, paper"] = [([], [])], ([PAPER_TOKENS], [PAPER[system]])
@@ -227,7 +224,7 @@ def against_tokens(records):
          "budget counting alike; its interval is the 95 % prediction interval by Student's t from the residuals, which knows "
          "nothing of a wrong form.", noise_said(records.noise())],
         [dict(series=series, bands=bands, points=points, x="tokens", y=UNIT, log="x", zero=True,
-              title="points: runs; lines: fits, extrapolated to 20B tokens")],
+              title="points: runs; lines: fits, extrapolated to 20B tokens, from three budgets on")],
         "Does the gain last? Lines and bands (95 % prediction) beyond the points are extrapolation; a band is left out where "
         "it would dwarf the points.")
 
@@ -592,17 +589,20 @@ def main():
     numbers = {name: section.numbers for name, section in sections.items()}
     verdicts = [[c.text, c.paper, *c.check(records, numbers)] for c in CLAIMS if not c.folder or c.folder in records.pools]
     head = ["claim", "paper", "here", "verdict"]
+    claimed = markdown(head, [row for row in verdicts if row[2]])
+    if missing := [row[0] for row in verdicts if not row[2]]:
+        claimed += "\n\nNot measured here: " + "; ".join(missing) + "."
     folder = config.out_dir or paths[0]
     os.makedirs(folder, exist_ok=True)
     parts = ["# Report", "Written by `python -m analysis.report results/` from the records beside it.", "## What reproduces",
-             "Made from the tables below. The rule of each verdict: analysis/claims.py.", markdown(head, verdicts), LEGEND]
+             "Made from the tables below. The rule of each verdict: analysis/claims.py.", claimed, LEGEND]
     for name, s in sections.items():
         parts += [f"## {s.title}", s.made_from, markdown(s.head, s.rows), *s.notes]
         if s.panels:
             parts.append(f"![{s.title}](report_{name}.png)")
             plot.draw(os.path.join(folder, f"report_{name}.png"), s.panels, s.title, s.caption)
     parts += ["## Left out", "\n".join(f"* {line}" for line in records.left_out) or "Nothing."]
-    text, table = "\n\n".join(parts) + "\n", f"{START}\n\n{markdown(head, verdicts)}\n\n{LEGEND}\n\n{END}"
+    text, table = "\n\n".join(parts) + "\n", f"{START}\n\n{claimed}\n\n{LEGEND}\n\n{END}"
     train.write_whole(os.path.join(folder, "report.md"), lambda f: f.write(text.encode()))
     train.write_json(os.path.join(folder, "report.json"), plain({**numbers, "claims": [
         dict(zip(head, row)) for row in verdicts], "left_out": records.left_out}))

@@ -14,7 +14,7 @@ import torch
 import prepare
 import sample
 import train
-from analysis import bench
+from analysis import bench, records
 from configurator import configure, describe
 from model import GPT, GPTConfig
 
@@ -112,13 +112,27 @@ def test_quickstart_table_is_the_measured_one():
         assert train.table(json.load(f)) in README
 
 
-def test_first_run_table_is_the_measured_one():
-    with open(os.path.join(REPO, "results", "first-run", "summary.json"), encoding="utf-8") as f:
-        assert train.table(json.load(f)) in README
+def test_family_table_is_the_measured_one():
+    with open(os.path.join(REPO, "results", "report.json"), encoding="utf-8") as f:
+        report = json.load(f)
+    table = README.partition("## On real text")[2].partition("\n## ")[0]
+    assert table.count("\n| ") == 2 + len(report["family"]["systems"])
+    for system, x in report["family"]["systems"].items():
+        d, paper = x["difference"], f"{x['paper']:+.3f}" if x["paper"] else "-"
+        cell = records.spread(d) if d else "-"
+        assert f"| {system} | {x['val_mean']:.4f} | {cell} | {len(x['seeds'])} | {paper} |" in table
+    early = (report["tokens"][s]["differences"][0] for s in ("identity", "sparse", "svformer"))
+    assert report["tokens"]["identity"]["tokens"][0] == 131072000
+    assert "identity is {:.3f} ahead, sparse {:.3f} and SVFormer {:.3f} (one seed)".format(*(-d["mean"] for d in early)) in table
+
+
+def test_speeds_of_the_first_runs_are_the_logged_ones():
+    with open(os.path.join(REPO, "results", "README.md"), encoding="utf-8") as f:
+        text = " ".join(f.read().split())
     steps = [train.read_log(os.path.join(REPO, "results", "first-run", name))[0]
              for name in ("resformer", "ddp2", "ddp4", "fp16")]
     speeds = [f"{statistics.median(s['tokens_per_s'] for s in of.values()):,.0f}" for of in steps]
-    assert f"| {', '.join(speeds[:3])} tokens/s |" in README and f"| {speeds[3]} tokens/s, no step skipped |" in README
+    assert "{} tokens/s of ResFormer on one GPU, {} on two, {} on four, and {} in float16".format(*speeds) in text
 
 
 def measured(name):
@@ -138,9 +152,11 @@ def test_performance_blocks_are_the_measured_ones():
     want = {"\n\n".join("\n".join([f"$ python -m analysis.bench {k}", *(bench.line(n, r) for n, r in v["rows"].items())])
                         for k, v in measured(name).items() if k != SYSTEMS) for name in cards}
     assert len(want) == len(cards) and want == {block.strip() for block in PERFORMANCE.split("```")[1::2]}
-    peers = [[r["tokens_per_s"] for r in measured("nvidia-h200.json")[f"config/{size}.py --decode=1000 --gpt_fast=PATH"][
-        "rows"].values()] for size in ("82M", "468M")]
-    assert "{:.2f} × gpt-fast for the same shapes at 82M, {:.2f} × at 468M".format(*(r[1] / r[0] for r in peers)) in PERFORMANCE
+    for name, words in (("nvidia-h200.json", "{:.2f} × gpt-fast for the same shapes at 82M, {:.2f} × at 468M"),
+                        ("earlier/nvidia-h200-decoding.json", "it\n  was {:.2f} × and {:.2f} × (`results/bench/")):
+        tables = {k.split(".py")[0]: list(v["rows"].values()) for k, v in measured(name).items() if "--decode" in k}
+        peers = [[r["tokens_per_s"] for r in tables[f"config/{size}"]] for size in ("82M", "468M")]
+        assert words.format(*(r[1] / r[0] for r in peers)) in PERFORMANCE
     decoding = measured("cpu.json")["config/82M.py --decode=1000 --device=cpu"]["rows"]
     cached, uncached = (r["tokens_per_s"] for r in decoding.values())
     assert f"{cached:.1f} against {uncached:.2f} tokens/s" in PERFORMANCE and f"{cached / uncached:.0f} times" in PERFORMANCE

@@ -157,11 +157,25 @@ def test_extrapolation_over_tokens(make):
 
 
 def test_power_law_of_few_points():
-    fit, at = report.power_law([1e8, 1e9], [0.02, 0.01])
-    assert fit["b"] == pytest.approx(math.log10(2)) and fit["b_interval_95"] is None
-    assert at(1e10) == (pytest.approx(0.005), None, None)
-    assert report.power_law([1e8], [-0.02]) is None and report.power_law([1e8, 1e9], [-0.02, 0.02]) is None
-    assert report.power_law([1e8, 1e9], [-0.02, 0.0]) is None
+    three = [1e8, 1e9, 1e10]
+    fit, at = report.power_law(three, [0.02, 0.01, 0.005])
+    assert [fit["b"], *fit["b_interval_95"]] == pytest.approx([math.log10(2)] * 3)
+    assert at(1e11) == pytest.approx((0.0025,) * 3)
+    assert report.power_law(three[:2], [0.02, 0.01]) is None  # any two points lie on such a curve
+    assert report.power_law(three, [-0.02, -0.01, 0.02]) is None and report.power_law(three, [-0.02, -0.01, 0.0]) is None
+
+
+def test_two_budgets_are_not_extrapolated(make):
+    write_family(make.root, {"identity": -0.03})
+    write_tokens(make.root, {"identity": lambda tokens: -0.05}, budgets=(10,))
+    content, text, readme, _ = make()
+    facts = content["tokens"]["identity"]
+    assert facts["fit"] is facts["at_20B"] is None and [d["mean"] < 0 for d in facts["differences"]] == [True, True]
+    assert "| identity | 20B, extrapolated | -: two budgets | - | -0.027 |" in text
+    for where in (text, readme):  # claims that nothing was measured for have no row
+        assert "by extrapolation" not in where and "| plus is below vanilla |" not in where
+        missing = re.search("Not measured here: (.*)\\.\n", where)[1].split("; ")
+        assert {"plus is below vanilla", "identity's difference at 20B tokens"} <= set(missing) <= set(verdicts(content))
 
 
 def test_data_saving(make):
