@@ -129,7 +129,8 @@ def far_away(system):
         far = numbers.get("tokens", {}).get(system, {}).get("at_20B")
         if not far:
             return "", NOT_TESTABLE
-        return f"{far['mean']:+.4f}{bracket((far['low'], far['high']), '{:+.4f}'.format)} by extrapolation, if it is a D^-b", NOT_TESTABLE
+        ends = bracket((far["low"], far["high"]), "{:+.4f}".format)
+        return f"{far['mean']:+.4f}{ends} by extrapolation, if it is a D^-b", NOT_TESTABLE
     return check
 
 
