@@ -330,11 +330,16 @@ def beside(records, file):
 
 
 def mechanism(records):
-    """A few numbers per system of what the analyses of checkpoints wrote."""
-    values, runs, uniform = {name: {} for name in MECHANISM}, {}, None
+    """
+    A few numbers per system of what the analyses of checkpoints wrote: of family/'s in mechanism/ and its subfolders, of
+    tokens/N's in mechanism/N.
+    """
+    pools, uniform = {}, None  # {folder of runs: ({number: {system: {seed: value}}}, {run: common.Run})}
     analyses = list(dict.fromkeys(of for of, *_ in MECHANISM.values()))
     for analysis, name in ((a, name) for a in analyses for name in beside(records, f"{a}.json") or [f"mechanism/{a}.json"]):
-        content = records.json(name)
+        content, home = records.json(name), f"tokens/{name.split('/')[1]}"
+        home = home if os.path.isdir(os.path.join(records.root, home)) else "family"
+        values, runs = pools.setdefault(home, ({name: {} for name in MECHANISM}, {}))
         try:
             uniform = content["uniform_first_importance"] if content and analysis == "concentration" else uniform
             content = content or {}
@@ -347,27 +352,30 @@ def mechanism(records):
                 for column, (of, _, value, _) in MECHANISM.items():
                     if of == analysis and "(random" not in run:
                         values[column].setdefault(system, {})[seed] = value(result)
-                for folder in (f"mechanism/runs/{run}", f"family/{run}"):
+                for folder in (f"mechanism/runs/{run}", f"{home}/{run}"):
                     if os.path.exists(os.path.join(records.root, folder, "config.json")):
                         runs.setdefault(run, common.Run(os.path.join(records.root, folder), records.root))
         except (KeyError, TypeError, AttributeError, ValueError, UserError) as e:
             records.skip(name, f"not of the form that analysis.{analysis} writes ({e!r})")
-    shown = [name for name, (_, column, _, _) in MECHANISM.items() if column]
-    names = sorted({s for name in shown for s in values[name]}, key=place)
-    if not names:
-        return None
-    rows = [[s, *(number(statistics.fmean(of.values()), MECHANISM[n][3]) if (of := values[n].get(s)) else "-" for n in shown)]
-            for s in names]
-    budgets = sorted({r.config["tokens_per_iter"] * r.config["max_iters"] for r in runs.values()})
-    return Section(
-        "Mechanism", origin("mechanism/", list(runs.values())),
-        {"tokens": budgets[0] if len(budgets) == 1 else None, "kv_bytes_per_token": {
+    shown, rows, numbers = [name for name, (_, column, _, _) in MECHANISM.items() if column], [], {}
+    for home, (values, runs) in sorted(pools.items(), key=lambda x: (len(x[0]), x[0])):  # family's first
+        budgets = {r.config["tokens_per_iter"] * r.config["max_iters"] for r in runs.values()}
+        tokens = min(budgets) if len(budgets) == 1 else None
+        rows += [[s, billions(tokens) if tokens else "-", *(
+            number(statistics.fmean(of.values()), MECHANISM[n][3]) if (of := values[n].get(s)) else "-" for n in shown)]
+            for s in sorted({s for name in shown for s in values[name]}, key=place)]
+        numbers[home] = {"tokens": tokens, "kv_bytes_per_token": {
             NAMES.get(k.split("/")[0], k.split("/")[0]): r.config["kv_bytes_per_token"] for k, r in runs.items()},
-         "uniform_first_importance": uniform, "systems": values}, ["system", *(MECHANISM[n][1] for n in shown)], rows,
-        [f"Budget of these runs: {', '.join(billions(t) for t in budgets) or 'not recorded'} tokens. Value norms are of what "
-         "is attended to (mixed values in ResFormer); the spectrum is of a layer's own values, and of the mixed ones in rows "
-         "named so." + (f" Under uniform attention token 1 has importance {uniform:.4f}: no sink at or below it."
-                        if uniform else ""),
+            "systems": values}
+    if not rows:
+        return None
+    return Section(
+        "Mechanism", origin("mechanism/", [r for _, runs in pools.values() for r in runs.values()]),
+        {"uniform_first_importance": uniform, **numbers.pop(min(numbers)), "others": numbers},
+        ["system", "tokens", *(MECHANISM[n][1] for n in shown)], rows,
+        ["Means over seeds. Value norms are of what is attended to (mixed values in ResFormer); the spectrum is of a layer's "
+         "own values, and of the mixed ones in rows named so."
+         + (f" Under uniform attention token 1 has importance {uniform:.4f}: no sink at or below it." if uniform else ""),
          "Pictures: " + ", ".join(f"[{path.removeprefix('mechanism/').removesuffix('.png')}]({path})" for a in analyses
                                   for path in beside(records, f"{a}.png")) + "."])
 

@@ -316,6 +316,23 @@ def test_mechanism_of_the_wrong_form_is_named(make):
     assert set(content["mechanism"]["systems"]["first_importance"]) >= {"vanilla", "identity"} and "## Mechanism" in text
 
 
+def test_mechanism_of_another_budget_has_rows_of_its_own(make):
+    write_family(make.root, {"identity": -0.03}, seeds=(1337,))
+    write_tokens(make.root, {"identity": lambda tokens: -0.05}, budgets=(100, 40))
+    for folder, rank in (("mechanism", 9.0), ("mechanism/40", 10.0), ("mechanism/100", 11.0)):
+        (make.root / folder).mkdir()
+        (make.root / folder / "spectrum.json").write_text(json.dumps({"models": {f"{system}/seed1337": {"layers": [
+            {"layer": 1, "effective_rank": rank + more, "largest": rank}]} for system, more in (("vanilla", 0), ("identity", 1))}}))
+    content, text, _, _ = make()
+    text = text.partition("## Mechanism")[2]
+    tables = re.findall(r"^\| (\w+) \| (\S+)B \|(?: - \|)* (\S+) \| \S+ \|(?: - \|)*$", text, re.M)
+    assert tables == [(s, t, r) for t, ranks in (("2e-05", ("9.0", "10.0")), ("4e-05", ("10.0", "11.0")), (
+        "0.0001", ("11.0", "12.0"))) for s, r in zip(("vanilla", "identity"), ranks)]
+    m = content["mechanism"]  # the claims are about family's
+    assert m["tokens"] == 20_000 and m["systems"]["effective_rank"]["vanilla"] == {"1337": 9.0}
+    assert {k: x["tokens"] for k, x in m["others"].items()} == {"tokens/40": 40_000, "tokens/100": 100_000}
+
+
 def test_mechanism_of_seeds_is_paired(make):
     """Names as analyses give them below a family's folder: SYSTEM/seedSEED, and mixed values beside."""
     write_family(make.root, {"identity": -0.03}, seeds=(1337, 1338))
