@@ -321,8 +321,9 @@ def test_mechanism_of_another_budget_has_rows_of_its_own(make):
     write_tokens(make.root, {"identity": lambda tokens: -0.05}, budgets=(100, 40))
     for folder, rank in (("mechanism", 9.0), ("mechanism/40", 10.0), ("mechanism/100", 11.0)):
         (make.root / folder).mkdir()
-        (make.root / folder / "spectrum.json").write_text(json.dumps({"models": {f"{system}/seed1337": {"layers": [
-            {"layer": 1, "effective_rank": rank + (system == "identity"), "largest": rank}]} for system in ("vanilla", "identity")}}))
+        models = {f"{system}/seed1337": {"layers": [{"layer": 1, "effective_rank": rank + (system != "vanilla"), "largest": 1}]}
+                  for system in ("vanilla", "identity")}
+        (make.root / folder / "spectrum.json").write_text(json.dumps({"models": models}))
     content, text, _, _ = make()
     text = text.partition("## Mechanism")[2]
     tables = re.findall(r"^\| (\w+) \| (\S+)B \|(?: - \|)* (\S+) \| \S+ \|(?: - \|)*$", text, re.M)
