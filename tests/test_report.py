@@ -324,14 +324,19 @@ def test_mechanism_of_another_budget_has_rows_of_its_own(make):
         models = {f"{system}/seed1337": {"layers": [{"layer": 1, "effective_rank": rank + (system != "vanilla"), "largest": 1}]}
                   for system in ("vanilla", "identity")}
         (make.root / folder / "spectrum.json").write_text(json.dumps({"models": models}))
+    for folder, more in (("40", 0), ("100", 0.1)):
+        (make.root / "mechanism" / folder / "lastword.json").write_text(json.dumps({"runs": {
+            f"{system}/seed1337": {"bins": {"C4": {"accuracy": right + more}}} for system, right in (
+                ("vanilla", 0.2), ("identity", 0.3))}}))
     content, text, _, _ = make()
-    text = text.partition("## Mechanism")[2]
-    tables = re.findall(r"^\| (\w+) \| (\S+)B \|(?: - \|)* (\S+) \| \S+ \|(?: - \|)*$", text, re.M)
+    claimed, _, text = text.partition("## Mechanism")
+    tables = re.findall(r"^\| (\w+) \| (\S+)B \|(?: - \|)* ([\d.]+) \|(?: \S+ \|)*$", text, re.M)
     assert tables == [(s, t, r) for t, ranks in (("2e-05", ("9.0", "10.0")), ("4e-05", ("10.0", "11.0")), (
         "0.0001", ("11.0", "12.0"))) for s, r in zip(("vanilla", "identity"), ranks)]
     m = content["mechanism"]  # the claims are about family's
     assert m["tokens"] == 20_000 and m["systems"]["effective_rank"]["vanilla"] == {"1337": 9.0}
     assert {k: x["tokens"] for k, x in m["others"].items()} == {"tokens/40": 40_000, "tokens/100": 100_000}
+    assert "| 0.4 against vanilla's 0.3; +0.1000, 0.0001B tokens, 1 seed |" in claimed  # unless family's have none
 
 
 def test_mechanism_of_seeds_is_paired(make):
