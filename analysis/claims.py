@@ -4,12 +4,14 @@ What reproduces: the paper's claims, each with the rule of its verdict. analysis
     holds                           the whole 95 % interval over two or more paired seeds has the paper's sign
     holds partly                    not so, but the mean has it, further from 0 than the noise between seeds reaches
     not seen                        the mean has the other sign, as far from 0
-    not testable at this budget     it lies within that noise; or the runs, or by nature the tokens, are missing
+    not testable at this budget     it lies within that noise, or this is not known; or the runs, or by nature the tokens, lack
 
-The noise is that of paired differences, pooled over the systems of the same table, or else of family/: 95 % of Student's t,
-over the root of the number of pairs. Where no system has two pairs it is not known, and the sign alone decides between the
-middle two. A claim of several parts holds when all do, and is not seen when fewer than half of those that could be tested are.
+The noise is that of paired differences, pooled over the systems of the same table, or else of family/ at as many tokens: 95 %
+of Student's t, over the root of the number of pairs. A claim of several parts holds when all do, is not seen when fewer than
+half of those that could be tested are, and is not testable when fewer than half could be tested. A saving takes three budgets
+or sizes: two points lie on any curve.
 """
+import math
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +19,6 @@ from dataclasses import dataclass
 from analysis import scaling
 from analysis.records import (
     PAPER,
-    PAPER_PARAMETERS,
     PAPER_SAVING,
     billions,
     bracket,
@@ -44,9 +45,9 @@ def verdict(d, sign, sd=None):
 
 
 def together(verdicts):
-    """Of several: all hold; fewer than half of those that could be tested were seen; or partly, as when some are missing."""
+    """Of several: fewer than half could be tested, or of these were seen; all hold; or partly, as when some are missing."""
     known = [v for v in verdicts if v != NOT_TESTABLE]
-    if not known:
+    if not known or len(known) * 2 < len(verdicts):
         return NOT_TESTABLE
     if sum(v != NOT_SEEN for v in known) * 2 < len(known):
         return NOT_SEEN
@@ -70,7 +71,7 @@ def below(*pairs, pool=lambda records: records):
     def check(records, _):
         if (of := pool(records)) is None:
             return "", NOT_TESTABLE
-        found, sd = {f"{a} - {b}": of.difference(a, b, of.tokens) for a, b in pairs}, of.noise() or records.noise()
+        found, sd = {f"{a} - {b}": of.difference(a, b, of.tokens) for a, b in pairs}, of.noise() or records.noise(of.tokens)
         plain = len(pairs) == 1 and pairs[0][1] == "vanilla"  # the claim names it
         known = {name: d for name, d in found.items() if d}
         alike = len({len(d["seeds"]) for d in known.values()}) == 1  # then budget and seeds are said once, at the last
@@ -96,7 +97,7 @@ def wikipedia(records, numbers):
     if d is None or not known:
         return "", NOT_TESTABLE
     return (f"largest is {min(known, key=known.get)}; Wikipedia's minus the largest of the others: "
-            f"{described(d, records.tokens)}", verdict(d, -1, records.noise()))
+            f"{described(d, records.tokens)}", verdict(d, -1, noise([d])))
 
 
 def overtaken(records, _):
@@ -106,7 +107,7 @@ def overtaken(records, _):
         return "", NOT_TESTABLE
     d, (point, _) = records.difference("svformer", "vanilla", tokens), records.critical("svformer", tokens)
     here = f"final difference {described(d, tokens)}; training curves: {reached(point)}"
-    v = verdict(d, +1, records.noise())
+    v = verdict(d, +1, records.noise(tokens))
     return here, NOT_TESTABLE if v == NOT_SEEN else v
 
 
@@ -119,7 +120,8 @@ def gain_lasts(system):
         here = ", ".join(f"{d['mean']:+.4f} at {billions(t)}" for t, d in zip(facts["tokens"], facts["differences"]))
         if fit := facts["fit"]:
             here += f"; changes as D^{-fit['b']:.2f}" + bracket([-x for x in reversed(fit["b_interval_95"])], "{:.2f}".format)
-        return here, together([verdict(d, -1, records.noise()) for d in facts["differences"]])
+        return here, together([
+            verdict(d, -1, records.noise(t)) for t, d in zip(facts["tokens"], facts["differences"])])
     return check
 
 
@@ -134,15 +136,12 @@ def far_away(system):
     return check
 
 
-def saved(found, paper, n):
-    """(cell, verdict) of a saving as report.horizontal has it, from n seeds, beside the paper's smallest and largest."""
-    low, high = found["interval_95"] or (None, None)
+def saved(found, n, points):
+    """(cell, verdict) of a saving as report.horizontal has it, from n seeds at so many budgets or sizes."""
+    low, high = found["interval_95"] or (-math.inf, math.inf)
     here = scaling.percent(found["saving"]) + bracket(found["interval_95"], scaling.percent)
-    if low is None or high is None:
-        return here, PARTLY if found["saving"] > 0 else NOT_SEEN
-    here += ", above the paper's" if low > max(paper) else ", below the paper's" if high < min(paper) else \
-        ", which has the paper's in it"
-    return here, (HOLDS if n > 1 else PARTLY) if low > 0 else NOT_SEEN if high < 0 else NOT_TESTABLE
+    return here, NOT_TESTABLE if points < 3 else (HOLDS if n > 1 else PARTLY) if low > 0 else \
+        NOT_SEEN if high < 0 else NOT_TESTABLE
 
 
 def saves_data(system):
@@ -152,8 +151,9 @@ def saves_data(system):
         known = [b for b in facts.get("budgets", ()) if b["saving"] is not None and not b["extrapolated"]]
         if not known:
             return "vanilla's loss lies between the system's at no two budgets" * bool(facts), NOT_TESTABLE
-        here, v = saved(known[-1], [PAPER_SAVING], n := len(facts["seeds"]))
-        return f"{here}; {billions(known[-1]['tokens'])} tokens, {n} seed{'s' * (n > 1)}", v
+        here, v = saved(known[-1], n := len(facts["seeds"]), len(facts["budgets"]))
+        here += f"; {len(facts['budgets'])} budgets up to {billions(known[-1]['tokens'])} tokens, {n} seed{'s' * (n > 1)}"
+        return (f"{here}; the shorter runs' schedule is too short", NOT_TESTABLE) if known[-1]["hurried"] else (here, v)
     return check
 
 
@@ -164,7 +164,7 @@ def half_cache(records, numbers):
     if not {"vanilla", "svformer"} <= set(cache):
         return "", NOT_TESTABLE
     ratio = cache["svformer"] / cache["vanilla"]
-    here = f"{cache['svformer']:,} of {cache['vanilla']:,} bytes per token: {ratio:.4f}, exact"
+    here = f"{cache['svformer']:,} of {cache['vanilla']:,} bytes per token: {ratio:.4f}, by construction"
     return here, HOLDS if ratio < 0.6 else NOT_SEEN
 
 
@@ -211,21 +211,28 @@ def larger_spectrum(_, numbers):
     return "; ".join(cells), together(verdicts)
 
 
-def lambdas_grow(_, numbers):
-    m = numbers.get("mechanism", {})
-    slopes = m.get("systems", {}).get("ratio_slope", {}).get("learnable")
-    return above_zero("change per layer", slopes, m)
-
-
-def above_zero(what, values, m):
-    """A number of every seed that the paper has above 0."""
-    d = values and difference(values, dict.fromkeys(values, 0.0))
-    return (f"{what} {described(d, m['tokens'])}", verdict(d, +1, noise([d]))) if d else ("", NOT_TESTABLE)
+def grows(weight):
+    """Whether weight(λ1, λ2) of learnable's layers, as their logs end, changes with depth: a line's slope, seed by seed."""
+    def check(records, _):
+        slopes = {}
+        for seed, p in records.at("learnable", records.tokens).items():
+            if mix := p.end.get("value_mix"):
+                slopes[seed] = statistics.linear_regression(*zip(*(
+                    (int(n), weight(of["1"], of[n])) for n, of in mix.items()))).slope
+        d = difference(slopes, dict.fromkeys(slopes, 0.0))
+        return (f"change per layer {described(d, records.tokens)}", verdict(d, +1, noise([d]))) if d else ("", NOT_TESTABLE)
+    return check
 
 
 def maps_like_cross_layer(_, numbers):
+    """In every layer, and every run: more than one."""
     m = numbers.get("mechanism", {})
-    return above_zero("Eq 4's cosine minus Eq 6's", m.get("systems", {}).get("mapping", {}).get("vanilla"), m)
+    runs = list(m.get("systems", {}).get("mapping_layers", {}).get("vanilla", {}).values())
+    if not (layers := [x > 0 for run in runs for x in run]):
+        return "", NOT_TESTABLE
+    here = f"in {sum(layers)} of {len(layers)} layers" + f" of {len(runs)} runs" * (len(runs) > 1)
+    here += f", {billions(m['tokens'])} tokens" * bool(m["tokens"]) + ", 1 seed" * (len(runs) == 1)
+    return here, NOT_SEEN if sum(layers) * 2 <= len(layers) else HOLDS if all(layers) and len(runs) > 1 else PARTLY
 
 
 def ablated(*pairs):
@@ -260,7 +267,7 @@ def at_every_length(system):
         found = {arm: (pool.difference(system, "vanilla", pool.tokens), pool.tokens)
                  for arm, pool in of_lengths(records)[1].items()}
         cells = [f"{arm}: {described(d, tokens) if d else 'no paired runs'}" for arm, (d, tokens) in found.items()]
-        sd = noise(d for d, _ in found.values()) or records.noise()
+        sd = noise(d for d, _ in found.values()) or records.noise(max((t for _, t in found.values()), default=None))
         return "; ".join(cells), together([verdict(d, -1, sd) for d, _ in found.values()])
     return check
 
@@ -287,7 +294,7 @@ def better_if_slower(records, _):
             pair = [p.difference("svformer", "vanilla", p.tokens) for p in (pool, same[0])]
             if all(pair) and (d := difference(*(p["seeds"] for p in pair))):
                 of[arm] = d, pool.tokens
-    sd = noise(d for d, _ in of.values()) or records.noise()
+    sd = noise(d for d, _ in of.values()) or records.noise(max((t for _, t in of.values()), default=None))
     return ("; ".join(f"{arm}: {described(d, tokens)}" for arm, (d, tokens) in of.items()),
             together([verdict(d, -1, sd) for d, _ in of.values()]))
 
@@ -301,7 +308,7 @@ def at_best_rates(key, *systems):
         cells = [f"{s}: {described(d, tokens)}, {best[s]['rate']} against vanilla's {best['vanilla']['rate']}" if d else
                  f"{s}: no paired runs" for s, d in found.items()]
         sd = noise(pool.difference(s, "vanilla", pool.tokens) for pool in records.pools["rates"].values()
-                   for s in systems) or records.noise()
+                   for s in systems) or records.noise(tokens)
         v = together([verdict(d, -1, sd) for d in found.values()])
         if not any(found.values()):
             return "", v
@@ -318,7 +325,7 @@ def saves_parameters(system):
         found = sizes.get("at_largest", {}).get(system)
         if not found or found["saving"] is None or found["extrapolated"]:
             return "vanilla's loss lies between the system's at no two sizes" * bool(found), NOT_TESTABLE
-        here, v = saved(found, PAPER_PARAMETERS, n := len(found["seeds"]))
+        here, v = saved(found, n := len(found["seeds"]), found["sizes"])
         return f"{here}; {found['sizes']} sizes, {billions(sizes['tokens'])} tokens, {n} seed{'s' * (n > 1)}", v
     return check
 
@@ -348,7 +355,8 @@ CLAIMS = [
     Claim("hidden-state peaks are smaller in ResFormer (identity)", "under 3 times the mean",
           mechanism_differs("hidden_peak", -1, lambda x, m: (x > 1) + (x > 3), "peak")),
     Claim("eigenvalues of values are larger in ResFormer (identity)", "in most layers", larger_spectrum),
-    Claim("learned λ1/λ2 grows with depth", "yes", lambdas_grow),
+    Claim("learned λ1 grows with depth", "yes (v5)", grows(lambda l1, l2: l1)),
+    Claim("learned λ1/λ2 grows with depth", "yes", grows(lambda l1, l2: l1 / l2)),
     Claim("½ A (V_n + V_{n-1}) is nearer to cross-layer attention than identity mapping", "in every layer, on vanilla",
           maps_like_cross_layer),
     Claim("ResFormer (identity) gets more questions right", "zero-shot tasks, +2.2 points; here the last words of passages",

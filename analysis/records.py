@@ -101,9 +101,40 @@ class Pool:
     def difference(self, system, base, tokens, value=lambda line: line["val_mean"]):
         return difference(*({seed: value(p.end) for seed, p in self.at(s, tokens).items()} for s in (system, base)))
 
-    def noise(self):
-        """noise of the differences to vanilla at its budget."""
-        return noise(self.difference(s, "vanilla", self.tokens) for s in self.systems(self.tokens) if s != "vanilla")
+    def losses(self, system, tokens):
+        """{seed: loss, mean over sources} at the end of the runs of that budget."""
+        return {seed: p.end["val_mean"] for seed, p in self.at(system, tokens).items()}
+
+    def on_the_way(self, system, tokens, budget=None):
+        """The same of runs of a larger budget (None: the pool's) when they had seen so many tokens, if evaluated then."""
+        found = {}
+        for seed, p in self.at(system, budget or self.tokens).items():
+            i, rest = divmod(tokens, p.run.config["tokens_per_iter"])
+            if not rest and i in p.log[1]:
+                found[seed] = p.log[1][i]["val_mean"]
+        return found
+
+    def noise(self, tokens=None, base="vanilla"):
+        """
+        noise of the differences to base (None: of losses) at that budget (None: the pool's); where no system has two seeds, of
+        the pool's runs on their way at as many tokens, or at their end, as if it grew no more.
+        """
+        tokens = tokens or self.tokens
+        for losses, t in (self.losses, tokens), (self.on_the_way, tokens), (self.losses, min(tokens or 0, self.tokens or 0)):
+            of = {s: losses(s, t) for s in self.systems(None)}
+            pairs = [(x, of.get(base, {}) if base else dict.fromkeys(x, 0.0)) for s, x in of.items() if s != base]
+            if sd := noise(difference(*pair) for pair in pairs):
+                return sd
+        return None
+
+    def hurried(self, system, tokens):
+        """
+        How much a budget's final loss lies above that of its longest runs when they had seen as many tokens, before their
+        decay, as a difference over seeds: above 0, the schedule was too short to show what these tokens can do. None: unknown.
+        """
+        longer = [self.on_the_way(system, tokens, t) for t in self.budgets(system) if t > tokens]
+        found = [d for way in longer if (d := difference(self.losses(system, tokens), way))]
+        return found[-1] if found else None
 
     def relative(self, system, tokens):
         """(iterations (T,), training loss - vanilla's (seeds, T)), smoothed over rel_window; None without a pair of runs."""
@@ -216,15 +247,18 @@ def difference(values, base):
 
 
 def reach(sd, n):
-    """How far from 0 noise alone takes a mean of n paired differences, at 95 %; 0.0 where the noise is not known."""
-    return t_95(sd["df"]) * sd["std"] / math.sqrt(n) if sd else 0.0
+    """How far from 0 noise alone takes a mean of n paired differences, at 95 %; inf where the noise is not known."""
+    return t_95(sd["df"]) * sd["std"] / math.sqrt(n) if sd else math.inf
 
 
 def noise(differences):
-    """{"std", "df"} of a paired difference from seed to seed, pooled over systems; None without a system of two pairs."""
+    """
+    {"std", "df"} of a paired difference from seed to seed; None without a system of two pairs. The std is pooled over systems,
+    the degrees of freedom are those of one: differences to the same runs of a baseline go up and down together.
+    """
     several = [list(d["seeds"].values()) for d in differences if d and len(d["seeds"]) > 1]
-    df = sum(len(v) - 1 for v in several)
-    return {"std": math.sqrt(sum((len(v) - 1) * statistics.variance(v) for v in several) / df), "df": df} if df else None
+    pooled = sum((len(v) - 1) * statistics.variance(v) for v in several)
+    return {"std": math.sqrt(pooled / sum(len(v) - 1 for v in several)), "df": max(map(len, several)) - 1} if several else None
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -52,7 +52,7 @@ def compare(log, base):
 
 def t_95(df):
     """The 97.5 % quantile of Student's t with df degrees of freedom."""
-    table = 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228
+    table = 12.7062, 4.30265, 3.18245, 2.77645, 2.57058, 2.44691, 2.36462, 2.30600, 2.26216, 2.22814
     return table[df - 1] if df <= len(table) else 1.95996 + 2.3722 / df + 2.8225 / df ** 2  # to 0.002
 
 

@@ -56,10 +56,11 @@ from analysis.relative_loss import t_95
 from configurator import REPO, UserError, command, configure
 
 NAMES = {"resformer": "identity"}  # what other folders call a system
-LEGEND = ("Losses in nats per token; a difference below 0 is a lower loss than the other's. Brackets: 95 % intervals. holds: "
-          "the interval over two or more seeds has the paper's sign; holds partly: only the mean has it, but beyond the noise "
-          "between seeds, or only a part of the claim does; not seen: the other sign; not testable: within that noise, or not "
-          "run, or it takes more tokens. Systems: README's table of every system.")
+LEGEND = ("Losses in nats per token; a difference below 0 is a lower loss than the other's. Brackets: 95 % intervals, of the "
+          "noise between seeds alone. holds: the interval over two or more seeds has the paper's sign, which says nothing of "
+          "its size or of 20B tokens; holds partly: only the mean has it, but beyond the noise between seeds, or only a part "
+          "of the claim does; not seen: the other sign; not testable: within that noise, or not run, or it takes more tokens. "
+          "Systems: README's table of every system.")
 START, END = "<!-- what reproduces: python -m analysis.report results/ -->", "<!-- end -->"
 UNIT = "loss - vanilla's (nats per token)"
 
@@ -94,8 +95,8 @@ def origin(where, runs):
 def noise_said(sd, folder="family"):
     if not sd:
         return "No system has two paired seeds: the noise between seeds is not known."
-    return (f"From seed to seed a paired difference in {folder}/ has a standard deviation of {sd['std']:.4f} (pooled over "
-            f"systems, {sd['df']} degrees of freedom).")
+    return (f"From seed to seed a difference to vanilla in {folder}/ has a standard deviation of {sd['std']:.4f} (pooled over "
+            f"systems, {sd['df']} degree{'s' * (sd['df'] > 1)} of freedom, as they share vanilla's runs).")
 
 
 def markdown(head, rows):
@@ -125,28 +126,31 @@ def family(records):
             "val_mean": mean(lambda line: line["val_mean"]), "val_loss": mean(lambda line: line["val_loss"]),
             "kv_bytes_per_token": next(iter(of.values())).run.config["kv_bytes_per_token"], "difference": None, "paper": None}
         if system != "vanilla":
-            facts |= {"difference": d, "paper": PAPER.get(system), "difference_val_loss": records.difference(
-                system, "vanilla", tokens, lambda line: line["val_loss"]), "difference_by_source": {
+            facts |= {"difference": d, "paper": PAPER.get(system), "difference_halfway": difference(
+                *(records.on_the_way(s, tokens // 2) for s in (system, "vanilla"))), "difference_val_loss": records.difference(
+                    system, "vanilla", tokens, lambda line: line["val_loss"]), "difference_by_source": {
                 s: records.difference(system, "vanilla", tokens, lambda line, s=s: line["val"].get(s)) for s in sources}}
         rows.append([system, *(number(facts["val"][s]) for s in sources), number(facts["val_mean"]), number(facts["val_loss"]),
-                     spread(facts["difference"]), pairs(of, facts["difference"]), number(facts["paper"], "+.3f")])
+                     spread(facts.get("difference_halfway")), spread(facts["difference"]), pairs(of, facts["difference"]),
+                     number(facts["paper"], "+.3f")])
         if system != "vanilla" and (curve := records.relative(system, tokens)):
             x, y = curve
             curves[system], bands[system] = [(x, y.mean(0))], (x, y.min(0), y.max(0))
     known = {s: f["difference"] for s, f in systems.items() if f["difference"]}
     sd = records.noise()
     notes = [f"Losses in nats per token, means over seeds, {billions(tokens)} tokens. Differences: of the mean over sources, "
-             "paired by seed, with the 95 % interval of Student's t over pairs where there are two or more. The paper's are at "
-             "20B tokens, all but identity's from summaries of its v5.", noise_said(sd)]
+             "paired by seed, with the 95 % interval of Student's t over pairs where there are two or more; halfway: of the "
+             f"same runs at {billions(tokens // 2)} tokens, before the learning rate has decayed. The paper's are at 20B "
+             "tokens, all but identity's from summaries of its v5.", noise_said(sd)]
     notes += ["Differences to vanilla by source, as above:\n\n" + markdown(["system", *sources], [
         [s, *(spread(x) for x in systems[s]["difference_by_source"].values())] for s in known])] if known else \
         ["No system is paired with vanilla."]
     panels = [dict(series=curves, bands=bands, x="iteration", y=UNIT, zero=True, title="training, moving average"),
               whiskers(known, "validation, mean over sources")] if known else []
+    head = ["system", *sources, "mean over sources", "whole bin", "halfway", "difference [95 %]", "seeds", "paper"]
     return Section("Every system at one budget", origin("family/", [p.run for p in everything]),
-                   {"tokens": tokens, "noise": sd, "systems": systems},
-                   ["system", *sources, "mean over sources", "whole bin", "difference [95 %]", "seeds", "paper"], rows, notes,
-                   panels, "Below zero: ahead of vanilla on the same batches. Lines: mean over seeds; bands: lowest to highest")
+                   {"tokens": tokens, "noise": sd, "systems": systems}, head, rows, notes, panels,
+                   "Below zero: ahead of vanilla on the same batches. Lines: mean over seeds; bands: lowest to highest")
 
 
 def pairs(of, difference):
@@ -237,25 +241,23 @@ def horizontal(xs, own, x, loss, half):
     """
     x_at = scaling.fit_piecewise(np.array(xs, float), np.array(own))[1]
     ends = [(train.finite(1 - float(x_at(at)) / x), not min(own) <= at <= max(own))
-            for at in (loss, *([loss - half, loss + half] if half else []))]  # a lower loss to reach: less is saved
+            for at in (loss, *([] if half is None else [loss - half, loss + half]))]  # a lower loss to reach: less is saved
     known = len(ends) == 3 and not any(outside or end is None for end, outside in ends)
     return {"saving": ends[0][0], "extrapolated": ends[0][1], "interval_95": [e[0] for e in ends[1:]] if known else None}
 
 
-def unpaired(records, n):
+def unpaired(records, n, tokens):
     """
-    95 % reach of the difference of two different runs' losses, means over n seeds, by the noise of a loss from seed to seed
-    pooled over family/'s systems; None where that is not known. A pair shares some of it; runs of two budgets or sizes may not.
+    95 % reach of the difference of two different runs' losses, means over n seeds, by the noise of a loss from seed to seed at
+    that budget; None where that is not known. A pair shares some of it; runs of two budgets or sizes may not.
     """
-    losses = [{seed: x for seed, p in records.at(s, records.tokens).items() if (x := p.end["val_mean"]) is not None}
-              for s in records.systems(records.tokens)]
-    sd = noise(difference(of, dict.fromkeys(of, 0.0)) for of in losses)
+    sd = records.noise(tokens, base=None)
     return sd and math.sqrt(2) * reach(sd, n)
 
 
 def data_saving(records):
     """Tokens that a system needs for vanilla's final loss at each budget."""
-    numbers, rows, series, used = {}, [], {}, []
+    numbers, rows, series, used, hurried = {}, [], {}, [], {}
     for system in records.systems(None):
         budgets = [t for t in records.budgets(system) if records.at("vanilla", t)]
         # the same seeds at every budget: else a curve would bend where another seed begins
@@ -266,13 +268,21 @@ def data_saving(records):
         base, own = ([statistics.fmean(records.at(s, t)[seed].end["val_mean"] for seed in seeds) for t in budgets]
                      for s in ("vanilla", system))
         series["vanilla"], series[system] = [(budgets, base)], [(budgets, own)]
-        half = unpaired(records, len(seeds))
+        for s in ("vanilla", system):
+            hurried.update({(t, s): d for t in budgets if (d := records.hurried(s, t)) and d["mean"] > 0})
         numbers[system] = {"seeds": sorted(seeds), "budgets": [
-            {"tokens": t, "loss": loss, **horizontal(budgets, own, t, loss, half)} for t, loss in zip(budgets, base)]}
-        rows += [[system, billions(b["tokens"]), number(b["loss"]), scaling.percent(b["saving"]) + "*" * b["extrapolated"],
+            {"tokens": t, "loss": loss, **horizontal(budgets, own, t, loss, unpaired(records, len(seeds), t))}
+            for t, loss in zip(budgets, base)]}
+        for b in numbers[system]["budgets"]:  # the budgets whose losses it is read off between
+            at = b["tokens"] * (1 - (b["saving"] or 0))
+            lower = max((t for t in budgets if t <= at), default=budgets[0])
+            b["hurried"] = any((lower, s) in hurried for s in ("vanilla", system))
+        rows += [[system, billions(b["tokens"]), number(b["loss"]),
+                  scaling.percent(b["saving"]) + "*" * b["extrapolated"] + "†" * b["hurried"],
                   bracket(b["interval_95"], scaling.percent).strip() or "-", len(seeds)] for b in numbers[system]["budgets"]]
     if not rows:
         return None
+    late = ", ".join(f"{s} at {billions(t)}: {d['mean']:+.3f}" for (t, s), d in sorted(hurried.items()))
     return Section(
         "Data saving", origin("tokens/ and family/", used), numbers,
         ["system", "budget", "vanilla's loss", "saving", "95 % interval", "seeds"], rows,
@@ -280,13 +290,16 @@ def data_saving(records):
          "runs that are fully decayed; linear in ln tokens between budgets; none where the loss rises with tokens). A * marks "
          "what lies outside of the system's budgets and continues the first or last piece. The paper has "
          f"{scaling.percent(PAPER_SAVING)} (v5, second-hand; 468M, 20B tokens).",
-         NOISE_OF_SAVINGS + " There is none where an end lies outside of the system's budgets."],
+         NOISE_OF_SAVINGS + " There is none where an end lies outside of the system's budgets.",
+         *["†: read off beside a budget that ends above longer runs of the same system when these had seen as many "
+           f"tokens, before their learning rate decayed ({late}). There the schedule sets the loss, not the tokens alone."]
+         * bool(late)],
         [dict(series=series, x="tokens", y="loss, mean over sources (nats per token)", log="x", marks=True,
               title="every point is a run with its own schedule")], "The horizontal gap between lines is the saving of data")
 
 
 NOISE_OF_SAVINGS = ("Interval: vanilla's loss moved by 95 % of Student's t of the difference of two different runs' losses, "
-                    "whose noise from seed to seed is family/'s, taken to be the same here.")
+                    "whose noise from seed to seed is that of family/'s runs at as many tokens, at their end or on their way.")
 
 
 def mean_of(key):
@@ -316,6 +329,7 @@ MECHANISM = {  # {number: (analysis, column, number of one run's result, format)
     "largest": ("spectrum", "largest eigenvalue, mean", mean_of("largest"), ".2f"),
     "mapping": ("mapping", "Eq 4's cosine to cross-layer attention minus Eq 6's, mean of layers",
                 lambda r: statistics.fmean(r["approximation"]) - statistics.fmean(r["identity"]), "+.3f"),
+    "mapping_layers": ("mapping", "", lambda r: [a - b for a, b in zip(r["approximation"], r["identity"])], ""),
     "lastword": ("lastword", "last words right", lambda r: (r["bins"].get("all sources") or next(iter(r["bins"].values())))[
         "accuracy"], ".3f"),
     "ratio_slope": ("lambdas", "λ1/λ2, change per layer", slope_of_ratio, "+.3f"),
@@ -373,8 +387,9 @@ def mechanism(records):
         "Mechanism", origin("mechanism/", [r for _, runs in pools.values() for r in runs.values()]),
         {"uniform_first_importance": uniform, **numbers.pop(min(numbers)), "others": numbers},
         ["system", "tokens", *(MECHANISM[n][1] for n in shown)], rows,
-        ["Means over seeds. Value norms are of what is attended to (mixed values in ResFormer); the spectrum is of a layer's "
-         "own values, and of the mixed ones in rows named so."
+        ["Means over seeds. An entropy ratio above 1 is flatter than uniform causal attention's. Windows begin anywhere in a "
+         "text, so token 1 is another in each. Value norms are of what is attended to (mixed values in ResFormer); the "
+         "spectrum is of a layer's own values, and of the mixed ones in rows named so."
          + (f" Under uniform attention token 1 has importance {uniform:.4f}: no sink at or below it." if uniform else ""),
          "Pictures: " + ", ".join(f"[{path.removeprefix('mechanism/').removesuffix('.png')}]({path})" for a in analyses
                                   for path in beside(records, f"{a}.png")) + "."])
@@ -452,7 +467,7 @@ def sizes(records):
             seeds = sorted(of_base[x])
             largest[system] = {"seeds": seeds, "sizes": len(at), **horizontal(
                 sorted(at), [at[n] for n in sorted(at)], x, statistics.fmean(of_base[x].values()),
-                unpaired(records, len(seeds)))}
+                unpaired(records, len(seeds), usual))}
             notes.append(f"{system} saves {scaling.percent(largest[system]['saving'])}"
                          + bracket(largest[system]["interval_95"], scaling.percent)
                          + " of all parameters at vanilla's largest size, by its own losses, linear in ln N between sizes.")

@@ -8,11 +8,11 @@ Cost on an H200: 27 runs of 2 minutes and half a minute to start (cross_layer 4,
 A smaller batch_size needs as many more eval_iters, as attention_residual's here: all are evaluated on 1,280 windows.
 """
 out_dir = "out/ablations"
-tokens_per_iter = 128 * 2048
-max_iters = 500
-eval_interval = 500
+tokens_per_iter = 32 * 2048  # more and smaller steps than tokens.py's: 0.13B tokens are too few for 500 large ones
+max_iters = 2000
+eval_interval = 1000
 warmup_iters = 120
-batch_size = 64  # with eval_iters = 20, as in results/: every run is evaluated on the same 1,280 windows; 24 GB
+eval_iters = 40  # of 32 windows: all that results/'s validation bins have
 runs = {
     "vanilla": {},
     "identity": {"value_residual": True},

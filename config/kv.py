@@ -3,18 +3,18 @@ An overlay: loss against KV cache, of systems near 1/2 (svformer 9/16; gqa2, cla
 (svformer_gqa4 9/64; gqa8, cla2_gqa4), at 0.13B tokens and any length. Every length is a list of its own.
 
     for n in 2048 8192; do
-        python train.py config/82M.py config/kv.py --data=slimpajama --seeds=1337 --block_size=$n --batch_size=$((131072 / n)) \
+        python train.py config/82M.py config/kv.py --data=slimpajama --seeds=1337 --block_size=$n --batch_size=$((65536 / n)) \
             --out_dir=out/kv/$n
     done
 
 Cost on an H200: 8 runs of 2 minutes at 2,048 (at 8,192 of 3: 1.4 times the FLOPs) and half a minute to start: 0.8 hours.
 """
 out_dir = "out/kv"
-tokens_per_iter = 128 * 2048
-max_iters = 500
-eval_interval = 500
+tokens_per_iter = 32 * 2048  # more and smaller steps than tokens.py's: 0.13B tokens are too few for 500 large ones
+max_iters = 2000
+eval_interval = 1000
 warmup_iters = 120
-batch_size = 64  # with eval_iters = 20, as in results/: every run of a length is evaluated on the same windows; 24 GB
+eval_iters = 40  # of 32 windows: all that results/'s validation bins have
 runs = {
     "vanilla": {},
     "svformer": {"shared_value": True},

@@ -14,11 +14,12 @@ layers behind the first 5/8, the paper's 6-8 of 8; as they depend on the depth, 
 Cost of one run on an H200: about 1, 2, 5 and 13 minutes by size, and half a minute to start; all 12 take 1.2 hours.
 """
 out_dir = "out/sizes"
-tokens_per_iter = 128 * 2048
-max_iters = 500
-eval_interval = 500
+tokens_per_iter = 32 * 2048  # more and smaller steps than tokens.py's: 0.13B tokens are too few for 500 large ones
+max_iters = 2000
+eval_interval = 1000
 warmup_iters = 120
-batch_size = 64  # with eval_iters = 20, as in results/: every run is evaluated on the same 1,280 windows; 24 GB
+batch_size = 32
+eval_iters = 40  # of 32 windows: all that results/'s validation bins have
 runs = {
     "vanilla": {},
     "identity": {"value_residual": True},

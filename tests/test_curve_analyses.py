@@ -98,10 +98,10 @@ def test_a_run_is_exactly_as_good_as_itself(trained):
 
 def test_t_intervals():
     # values of the printed tables of Student's t
-    for df, t in ((1, 12.706), (2, 4.303), (9, 2.262), (11, 2.201), (30, 2.042), (1000, 1.962)):
+    for df, t in ((1, 12.7062), (2, 4.30265), (9, 2.262), (11, 2.201), (30, 2.042), (1000, 1.962)):
         assert relative_loss.t_95(df) == pytest.approx(t, abs=0.003)
     assert relative_loss.t_interval([1.0]) is None
-    assert relative_loss.t_interval([1.0, 3.0]) == pytest.approx((2 - 12.706, 2 + 12.706))  # s / sqrt(2) = 1
+    assert relative_loss.t_interval([1.0, 3.0]) == pytest.approx((2 - 12.7062, 2 + 12.7062))  # s / sqrt(2) = 1
     rng = np.random.default_rng(0)
     held = [low <= 5 <= high for low, high in (relative_loss.t_interval(list(rng.normal(5, 2, 3))) for _ in range(2000))]
     assert 0.935 < statistics.fmean(held) < 0.965
@@ -129,7 +129,7 @@ def test_relative_loss_pairs_seeds(runs, capsys, monkeypatch):
     assert curve["low"] != curve["high"]
     finals = [np.mean(d[-7:]) for d in differences]
     low, high = facts["final"]["train"]["interval_95"]
-    assert (high - low) / 2 == pytest.approx(12.706 * abs(finals[0] - finals[1]) / 2)
+    assert (high - low) / 2 == pytest.approx(12.7062 * abs(finals[0] - finals[1]) / 2)
     point = facts["critical_point"]
     assert point["iteration"] is None or point["tokens"] == pytest.approx(point["iteration"] * 4 * 32)
 
