@@ -44,7 +44,7 @@ def command(main):
     except UserError as e:
         message = str(e)
     except (MemoryError, RuntimeError) as e:
-        if type(e).__name__ not in ("MemoryError", "OutOfMemoryError") and "allocate memory" not in str(e):  # torch's, on a CPU
+        if not out_of_memory(e):
             raise
         message = "out of memory: give less at a time, as with a smaller --batch_size or --num_samples"
     except KeyboardInterrupt:
@@ -59,6 +59,11 @@ def command(main):
         return
     print("error: " + " ".join(message.split()), file=sys.stderr, flush=True)
     sys.exit(2)
+
+
+def out_of_memory(e):
+    """Whether an exception is Python's, numpy's or torch's for this; on a CPU torch raises a plain RuntimeError."""
+    return type(e).__name__ in ("MemoryError", "OutOfMemoryError") or "out of memory" in str(e) or "allocate memory" in str(e)
 
 
 def convert(value, hint, name, typed=False):
@@ -162,11 +167,8 @@ def configure(Config, argv):
         if not (arg.startswith("--") and equals and name == name.strip()):
             raise UserError(f"argument {arg!r}: an option is written --name=value, with two dashes and no spaces, "
                             f"as in --{name.strip().lstrip('-') or 'name'}={value.strip() or 'value'}")
-        options.pop(name, None)
         options[name] = value
-    for name, value in options.items():
-        config = override(config, {name: value}, "command line", typed=True)
-    return config
+    return override(config, options, "command line", typed=True)
 
 
 def describe(Config):
@@ -178,14 +180,13 @@ def describe(Config):
             if token.type == tokenize.NAME and token.start[1] == 4:
                 name = token.string
             elif token.type == tokenize.COMMENT and name and token.start[1] > 4:
-                comments[name] = (comments.get(name, "") if token.line.strip().startswith("#") else "") \
-                    + token.string.strip("# ") + " "
+                comments[name] = token.string.strip("# ")
     lines, hints = [], typing.get_type_hints(Config)
     for f in dataclasses.fields(Config):
         default = f.default if f.default is not dataclasses.MISSING else f.default_factory()
         words = typing.get_args(hints[f.name]) if typing.get_origin(hints[f.name]) is typing.Literal else ()
         choices = f" ({' | '.join(words)})" if words else ""
-        lines.append(f"  --{f.name}={default}".ljust(36) + " " + comments.get(f.name, "").strip() + choices)
+        lines.append(f"  --{f.name}={default}".ljust(36) + " " + comments.get(f.name, "") + choices)
     return "\n".join(lines)
 
 
@@ -193,6 +194,6 @@ def at_least(config, low, *names, below=None):
     """Raise UserError unless low <= each named option (and < below, if given)."""
     for name in names:
         value = getattr(config, name)
-        if value is not None and not (low <= value and (below is None or value < below)):
+        if not low <= value or below is not None and value >= below:
             bound = f"at least {low}" + (f" and below {below}" if below is not None else "")
             raise UserError(f"--{name}={value}: expected {bound}")

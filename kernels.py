@@ -146,10 +146,9 @@ def turn(source, to, cos, sin, sign):
     B, heads, T, hd = source.shape
     if source.stride(3) != 1:
         source = source.contiguous()
-    tokens = 4
-    turn_kernel[(triton.cdiv(T, tokens), B)](
+    turn_kernel[(triton.cdiv(T, 4), B)](
         source, *source.stride()[:3], to, *to.stride()[:3], cos, sin, T, heads, SIGN=sign, HALF=hd // 2,
-        PADDED=triton.next_power_of_2(heads), PADDED_HALF=triton.next_power_of_2(hd // 2), TOKENS=tokens)
+        PADDED=triton.next_power_of_2(heads), PADDED_HALF=triton.next_power_of_2(hd // 2), TOKENS=4)
 
 
 @torch.library.custom_op("nanoresformer::turned", mutates_args=())

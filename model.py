@@ -92,8 +92,7 @@ class GPTConfig:
 
     def source_layer(self, n):
         """The layer that value_source names, as layer n sees it: n or later ones are no source for it."""
-        named = {"first": 1, "previous": n - 1}
-        return named[self.value_source] if self.value_source in named else int(self.value_source)
+        return int({"first": 1, "previous": n - 1}.get(self.value_source, self.value_source))
 
     def sources(self, t, n):
         """The earlier layers whose t is mixed into layer n's own; empty: layer n does not mix."""
@@ -111,19 +110,16 @@ class GPTConfig:
 
     def layers(self, option):
         """value_layers or value_anchors as a list of layers. Raises ValueError when it can't be read."""
-        text, found = str(getattr(self, option)) or f"2-{self.n_layer}", []
+        text = getattr(self, option)
+        if not text:
+            return list(range(2, self.n_layer + 1))
         try:
-            for part in text.split(","):
-                first, dash, last = part.partition("-")
-                part = range(int(first), int(last if dash else first) + 1)
-                if not part:
-                    raise ValueError("an empty range")
-                found += part
+            ends = [[int(n) for n in part.split("-")] for part in text.split(",")]
         except ValueError:
-            found = []
-        if text != f"2-{self.n_layer}" and (not found or min(found) < 1 or max(found) > self.n_layer):
+            ends = [[]]
+        if not all(1 <= len(e) <= 2 and 1 <= e[0] <= e[-1] <= self.n_layer for e in ends):
             raise ValueError(f"{option}={text!r}: expected layers from 1 to {self.n_layer}, as 6-8 or 6,7,8")
-        return sorted(set(found))
+        return sorted({n for e in ends for n in range(e[0], e[-1] + 1)})
 
     def check(self):
         """Raises ValueError with the reason when the options make no sense, alone or together."""
@@ -406,13 +402,9 @@ class KVCache:
         self.slots = {(t, n): config.slot(t, n) for t in "kv" for n in range(1, config.n_layer + 1)}
         self.buffers = {(t, n): torch.zeros(shape, device=device, dtype=dtype)
                         for (t, n), slot in self.slots.items() if slot == n}
+        self.size = length  # tokens that fit
         self.length = 0  # tokens held; GPT.features advances it once all layers have written
         self.at = None  # a tensor (1,), the column to write next, where shapes must not change with the length (CompiledStep)
-
-    @property
-    def size(self):
-        """Tokens that fit."""
-        return next(iter(self.buffers.values())).size(2)
 
     @property
     def nbytes(self):
@@ -605,19 +597,16 @@ class GPT(nn.Module):
                 module.to(dtype)
         return self
 
-    def kv_cache(self, batch_size, length, device=None, dtype=None):
-        """An empty KVCache for this model; dtype None: that of autocast where it is on, else the weights'."""
-        weight = self.lm_head.weight
-        device = torch.device(device or weight.device)
-        if dtype is None:
-            on = device.type != "meta" and torch.is_autocast_enabled(device.type)
-            dtype = torch.get_autocast_dtype(device.type) if on else weight.dtype
-        return KVCache(self.config, batch_size, length, device, dtype)
+    def kv_cache(self, batch_size, length):
+        """An empty KVCache for this model, in autocast's dtype where it is on, else the weights'."""
+        w = self.lm_head.weight
+        dtype = torch.get_autocast_dtype(w.device.type) if torch.is_autocast_enabled(w.device.type) else w.dtype
+        return KVCache(self.config, batch_size, length, w.device, dtype)
 
     def step(self, idx, cache, pad, n_vocab, noise, temperature, top_k, top_p):
         """The next token ids (B,) after idx (B, T), below n_vocab; the other arguments are those of features and sample."""
         logits = self.lm_head(self.features(idx, cache, pad)[:, -1])
-        return sample(logits[:, :n_vocab].float(), temperature, top_k, top_p, noise=noise)
+        return sample(logits[:, :n_vocab].float(), noise, temperature, top_k, top_p)
 
     @torch.no_grad()
     def stream(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, lengths=None, n_vocab=None, seed=None,
@@ -626,8 +615,8 @@ class GPT(nn.Module):
         Yields the next token ids (B,) one step at a time. idx (B, T): prompts; rows shorter than T are padded on the left
         and lengths (B,) says how long each is. temperature 0 is greedy; top_k None or 0 and top_p None or 1 are off; ids
         from n_vocab (the tokenizer's size) on are never sampled. Only the last block_size tokens of a prompt are seen
-        (a warning says so); when a row's context is full, its last block_size // 2 tokens are processed anew. compile: a
-        CompiledStep makes the tokens, which takes a minute to build and then is many times faster on a GPU.
+        (a warning says so); when a row's context is full, its last block_size // 2 tokens are processed anew. compile, where
+        there is a cache: a CompiledStep makes the tokens, which takes a minute to build and then is many times faster on a GPU.
         Raises ValueError for bad arguments.
         """
         (B, T), c, device = idx.shape, self.config, idx.device
@@ -660,7 +649,7 @@ class GPT(nn.Module):
             starts, first = moved, min(moved)
             pad = torch.tensor(starts, device=device) - first if max(starts) > first else None
             context = out[:, first + (cache.length if cache is not None else 0):end]
-            noise = exponential(B, n_vocab, device, generator) if temperature else None
+            noise = torch.empty(B, n_vocab, device=device).exponential_(generator=generator) if temperature else None
             out[:, end] = step(context, cache, pad, n_vocab, noise, temperature, top_k, top_p)
             yield out[:, end]
 
@@ -726,19 +715,13 @@ def from_checkpoint(ckpt):
     return model.eval()
 
 
-def exponential(B, n_vocab, device, generator=None):
-    """Noise for sample, (B, n_vocab): independent, standard exponential."""
-    return torch.empty(B, n_vocab, device=device).exponential_(generator=generator)
-
-
-def sample(logits, temperature=1.0, top_k=None, top_p=None, generator=None, noise=None):
+def sample(logits, noise, temperature=1.0, top_k=None, top_p=None):
     """
-    Token ids (B,) drawn from float32 logits (B, n_vocab); temperature 0 takes the largest. The draw is a race: with
-    exponential noise, the largest p_i / noise_i is token i's with probability p_i.
+    Token ids (B,) drawn from float32 logits (B, n_vocab); temperature 0 takes the largest. The draw is a race: with noise
+    (B, n_vocab), independent and standard exponential, the largest p_i / noise_i is token i's with probability p_i.
     """
     if temperature == 0:
         return logits.argmax(-1)
-    noise = exponential(*logits.shape, logits.device, generator) if noise is None else noise
     ids, nucleus = None, top_p is not None and top_p < 1  # of the candidates, where they are not the whole vocabulary
     if top_k:
         logits, ids = logits.topk(min(top_k, logits.size(-1)), sorted=nucleus)  # exactly k, also where the kth is tied

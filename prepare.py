@@ -58,8 +58,7 @@ class Config:
     out_dir: str = ""  # where the bins go; empty: data/ and the source's name
     tokenizer: str = "auto"  # a tiktoken name, bytes, a path to .tiktoken or tokenizer.json; auto: gpt2 (builtin: bytes)
     num_proc: int = 0  # processes that tokenize; 1: none beside this one; 0: one per core
-    val_fraction: float | Literal["auto"] = "auto"  # documents (of a .txt: 64 KiB pieces) held out by their hash; auto: 0.005
-        # (builtin: 0.05)
+    val_fraction: float | Literal["auto"] = "auto"  # documents (.txt: pieces) held out by hash; auto: 0.005, builtin: 0.05
     max_tokens: int = 0  # stop before the document (.txt: piece) that would exceed this many training tokens; 0: no limit
     mix: str = ""  # shares of max_tokens by source, as CommonCrawl:50,C4:20 (no others, also in val); empty: all as it comes
     seed: int = 1337  # with mix: the order in which the shards are visited
@@ -385,8 +384,8 @@ def with_parts(config):
     return dataclasses.replace(config, source=train, val_source=val_source)
 
 
-def read_hub(source, patterns, bar, retries=5):
-    """The records of a hub set. After a broken connection, continues behind the last record; gives up after `retries`."""
+def read_hub(source, patterns, bar):
+    """The records of a hub set. After a broken connection, continues behind the last record; gives up after five retries."""
     stream = open_hub(source, patterns)
     done, mark, state, failed = 0, 0, stream.state_dict(), 0
     while True:
@@ -401,7 +400,7 @@ def read_hub(source, patterns, bar, retries=5):
             return
         except Exception as e:  # whatever the HTTP stack raises
             failed += 1
-            if failed > retries:
+            if failed > 5:
                 raise UserError(f"source {source!r}: the connection broke at record {done} and did not come back "
                                 f"({type(e).__name__}: {str(e).strip()[:120]}); nothing was written, start again") from None
             bar.write(f"{source}: connection lost at record {done} ({type(e).__name__}); trying again", file=sys.stderr)
@@ -498,11 +497,11 @@ def workers(tokenizer, num_proc):
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-def encode_batch(items, hashed=True, tokenizer=None):
+def encode_batch(items, tokenizer=None):
     """
     ids of all documents in one array; for each piece (source, hash, bytes, tokens, ends); and the bad ones as
     [(kind, where, at)], at: 2 i + 1 for what was mended in piece i, 2 i for what was skipped before it. A document's
-    end-of-text id is part of its tokens. hashed: False leaves the hash 0.
+    end-of-text id is part of its tokens.
     """
     tokenizer, arrays, pieces, bad = tokenizer or worker, [], [], []
     for kind, raw, where, ends in items:
@@ -549,13 +548,13 @@ def encode_batch(items, hashed=True, tokenizer=None):
             ids = np.concatenate([tokenizer.encode(text[i:i + 10_000]) for i in range(0, len(text), 10_000)])
             bad.append(("too long a run for the tokenizer (encoded in parts)", where, at + 1))
         arrays += [ids, [tokenizer.eot]] if ends else [ids]
-        digest = int.from_bytes(hashlib.blake2b(utf8, digest_size=8).digest(), "little") if hashed else 0
+        digest = int.from_bytes(hashlib.blake2b(utf8, digest_size=8).digest(), "little")
         pieces.append((source, digest, len(utf8), len(ids) + ends, ends))
     dtype = bin_dtype(tokenizer.n_vocab)
     return np.concatenate(arrays, dtype=dtype, casting="unsafe") if arrays else np.empty(0, dtype), pieces, bad
 
 
-def encode_all(batches, hashed, tokenizer, pool, num_proc):
+def encode_all(batches, tokenizer, pool, num_proc):
     """encode_batch over all batches, in order, by a pool of `workers`. Raises WorkerDied when one of them dies."""
     waiting, processes = collections.deque(), set()
 
@@ -572,9 +571,9 @@ def encode_all(batches, hashed, tokenizer, pool, num_proc):
         try:
             for batch, bar in batches:
                 if pool is None:
-                    yield encode_batch(batch, hashed, tokenizer), bar
+                    yield encode_batch(batch, tokenizer), bar
                     continue
-                waiting.append(pool.submit(encode_batch, batch, hashed))
+                waiting.append(pool.submit(encode_batch, batch))
                 if len(waiting) > 2 * num_proc + 2:
                     yield first(), bar
             while waiting:
@@ -683,13 +682,13 @@ class Bin:
                             "damaged or foreign: run prepare.py again")
         return out
 
-    def sample(self, pages=64, page=2048):
-        """Evenly spaced pages of ids, for a fingerprint in constant time."""
+    def sample(self):
+        """64 evenly spaced pages of 2,048 ids, for a fingerprint in constant time."""
         if not self.tokens:
             return np.empty(0, self.dtype)
         ids = np.memmap(self.path, self.dtype, mode="r", shape=(self.tokens,))
-        starts = np.linspace(0, max(0, self.tokens - page), pages).astype(int)
-        return np.concatenate([ids[s:s + page] for s in np.unique(starts)])
+        starts = np.linspace(0, max(0, self.tokens - 2048), 64).astype(int)
+        return np.concatenate([ids[s:s + 2048] for s in np.unique(starts)])
 
 
 class Data:
@@ -786,7 +785,7 @@ def prepare(config):
                 raise UserError(
                     f"source {config.source}: {sum(c['documents'] for s in counts.values() for c in s.values())} documents, "
                     f"none left for {empty}.bin"
-                    + (f"; {sum(bad.values())} were skipped: {summary(bad)}" if bad else "")
+                    + (f"; {sum(n for n, _ in bad.values())} were skipped: {summary(bad)}" if bad else "")
                     + (f"; --mix={config.mix} names none of them, or --max_tokens is too small"
                        if empty == "train" and config.mix else
                        f"; --max_tokens={config.max_tokens} is below the first one's length"
@@ -794,7 +793,7 @@ def prepare(config):
                        "; give more text, or --val_source=FILE" if not config.val_source else
                        f"; --val_source={config.val_source} has no text" + (f" of the sources in --mix={config.mix}"
                                                                             if config.mix else "") if empty == "val" else ""))
-            meta.update(bins=bins, sources=counts, skipped=dict(by_kind(bad)))
+            meta.update(bins=bins, sources=counts, skipped={kind: n for kind, (n, _) in bad.items()})
             writer.commit(meta)
         except BaseException as e:
             writer.abort()
@@ -830,27 +829,17 @@ def parse_mix(config):
     return {name: int(config.max_tokens * share / sum(shares.values())) for name, share in shares.items()}
 
 
-def by_kind(bad):
-    kinds = collections.Counter()
-    for (kind, _), n in bad.items():
-        kinds[kind] += n
-    return kinds
-
-
 def summary(bad):
     """'not JSON: 2 (first: shard line 7), ...'"""
-    firsts = {}
-    for kind, where in bad:
-        firsts.setdefault(kind, where)
-    return ", ".join(f"{kind}: {n} (first: {firsts[kind]})" for kind, n in by_kind(bad).items())
+    return ", ".join(f"{kind}: {n} (first: {where})" for kind, (n, where) in bad.items())
 
 
 def fill(writer, config, tokenizer, pool, num_proc, quotas):
     """
     Write all documents to their bins. Returns {source: {train|val: {documents, bytes, tokens}}}, the bad ones as
-    {(kind, where): count}, and the quotas of the mix that were not filled.
+    {kind: [count, where the first is]}, and the quotas of the mix that were not filled.
     """
-    counts, bad, seen, total, began = {}, collections.Counter(), set(), 0, time.time()
+    counts, bad, seen, total, began = {}, {}, set(), 0, time.time()
     open_quotas = dict(quotas)  # source -> training tokens still wanted; a source leaves when 99 % of its share is there
 
     def put(split, piece, ids):
@@ -872,7 +861,7 @@ def fill(writer, config, tokenizer, pool, num_proc, quotas):
         batches = read_source(getattr(config, given), config.data_files if given == "source" else "", config.on_error, split,
                               config.seed if quotas and given == "source" else None,
                               config.val_source if given == "source" else "")
-        with contextlib.closing(encode_all(batches, hold, tokenizer, pool, num_proc)) as results:
+        with contextlib.closing(encode_all(batches, tokenizer, pool, num_proc)) as results:
             for (ids, pieces, wrong), bar in results:
                 at = 0
                 for i, piece in enumerate(pieces):
@@ -913,8 +902,7 @@ def fill(writer, config, tokenizer, pool, num_proc, quotas):
                         if config.on_error == "stop":
                             raise BadShard(f"{where} (--on_error=skip goes on without the rest of it)")
                         bar.write(f"skipped: {where}", file=sys.stderr)
-                    first = not any(k == kind for k, _ in bad)
-                    bad[kind, where if first else ""] += 1
+                    bad.setdefault(kind, [0, where])[0] += 1
                 tokens = sum(c["tokens"] for s in counts.values() for c in s.values())
                 bar.set_postfix_str(f"{tokens / (time.time() - began):,.0f} tokens/s", refresh=False)
                 if end < math.inf:

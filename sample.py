@@ -21,7 +21,7 @@ import torch
 
 import kernels
 from configurator import UserError, at_least, command, configure
-from model import from_checkpoint, load_checkpoint, usable_device
+from model import KVCache, from_checkpoint, load_checkpoint, usable_device
 from prepare import get_tokenizer
 
 
@@ -102,8 +102,8 @@ def main():
     width = max(lengths)
     idx = torch.tensor([[tokenizer.eot] * (width - len(row)) + row for row in ids], device=device)
     autocast = torch.autocast(device.type, getattr(torch, dtype)) if dtype != "float32" else contextlib.nullcontext()
-    cache_bytes = model.kv_cache(len(ids), min(model.config.block_size, width + config.max_new_tokens), "meta",
-                                 getattr(torch, dtype)).nbytes
+    cache_bytes = KVCache(model.config, len(ids), min(model.config.block_size, width + config.max_new_tokens), "meta",
+                          getattr(torch, dtype)).nbytes
     with autocast:
         tokens = model.stream(idx, config.max_new_tokens, config.temperature, config.top_k, config.top_p, lengths,
                               n_vocab=tokenizer.n_vocab, seed=config.seed, compile=config.compile)

@@ -35,7 +35,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import kernels
 import prepare
 from analysis import plot
-from configurator import UserError, at_least, command, configure, override
+from configurator import UserError, at_least, command, configure, out_of_memory, override
 from model import CHECKPOINT_VERSION, GPT, GPTConfig, KVCache, from_checkpoint, load_checkpoint, usable_device
 
 
@@ -443,9 +443,8 @@ def check_baseline(config, data, folder):
 def smooth(x, y, window):
     """Centred moving average: the window's mean x and mean y, len(y) - window + 1 points (fewer than window: one)."""
     window = max(1, min(window, len(y)))
-    mean = [np.convolve(np.asarray(a, float), np.full(window, 1 / window), mode="valid") if len(y) else np.empty(0)
+    return [np.convolve(np.asarray(a, float), np.full(window, 1 / window), mode="valid") if len(y) else np.empty(0)
             for a in (x, y)]
-    return mean[0], mean[1]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -477,10 +476,10 @@ def open_boards(config, first):
 class Run:
     """Everything of one run that is alive: model, optimizer, scaler, log. Made from scratch or from out_dir's checkpoint."""
 
-    def __init__(self, config, data, world):
-        self.config, self.data, self.world = config, data, world
+    def __init__(self, config, data, world, signals):
+        self.config, self.data, self.world, self.signals = config, data, world, signals
         self.device = torch.device(config.device)
-        self.folder = config.out_dir
+        self.folder, self.path = config.out_dir, os.path.join(config.out_dir, "ckpt.pt")
         self.shape = checked_model_config(config, config.vocab_size or -(-data.vocab_size // 64) * 64)
         self.micro_batch, self.micro_steps = micro_batches(config, world)
         self.iter, self.val_loss, self.bad = 0, None, 0
@@ -496,10 +495,8 @@ class Run:
         self.scaler = torch.amp.GradScaler("cuda") if config.dtype == "float16" else None
         if ckpt:
             self.check_optimizer(ckpt["optimizer"])
-            given = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
-            self.optimizer.load_state_dict(ckpt["optimizer"])
-            for group, options in zip(self.optimizer.param_groups, given):
-                group.update(options)  # this command's, where the checkpoint brought its own
+            own = self.optimizer.state_dict()["param_groups"]  # this command's options count, not the checkpoint's
+            self.optimizer.load_state_dict({"state": ckpt["optimizer"]["state"], "param_groups": own})
             if self.scaler and ckpt["scaler"]:
                 self.scaler.load_state_dict(ckpt["scaler"])
             self.iter, self.bad = ckpt["iter"], ckpt["bad_steps"]
@@ -512,27 +509,23 @@ class Run:
 
     def check_optimizer(self, state):
         """Raises UserError when a checkpoint's optimizer state is not this model's."""
-        own = self.optimizer.state_dict()
+        groups = self.optimizer.param_groups
+        params = [p for group in groups for p in group["params"]]
         try:
-            whole = [len(g["params"]) for g in state["param_groups"]] == [len(g["params"]) for g in own["param_groups"]]
-            params = [p for group in self.optimizer.param_groups for p in group["params"]]
-            for i, moments in state["state"].items():
-                whole = whole and all(moments[k].shape == params[i].shape for k in ("exp_avg", "exp_avg_sq"))
+            whole = [len(g["params"]) for g in state["param_groups"]] == [len(g["params"]) for g in groups] and all(
+                moments[k].shape == params[i].shape for i, moments in state["state"].items() for k in ("exp_avg", "exp_avg_sq"))
         except (KeyError, TypeError, IndexError, AttributeError):
             whole = False
         if not whole:
             raise UserError(f"{self.path}: its optimizer state is damaged or of another model; restore the file, or "
                             "--init_from=scratch to start over")
 
-    @property
-    def path(self):
-        return os.path.join(self.folder, "ckpt.pt")
-
     def load(self):
         """out_dir's checkpoint as a dict, or None. Refuses one of another model, data or seed; prints what else differs."""
         config, exists = self.config, os.path.exists(self.path)
-        if config.init_from == "resume" and not exists:
-            raise UserError(f"--init_from=resume: {self.path} does not exist; use auto, or another --out_dir")
+        if (config.init_from == "resume" or config.eval_only) and not exists:
+            raise UserError(f"{self.path} does not exist, and --init_from=resume and --eval_only=True need it: train first, or "
+                            "give another --out_dir")
         if config.init_from == "scratch" or not exists:
             return None
         try:
@@ -568,7 +561,7 @@ class Run:
         if self.world.rank == 0:
             print(text, flush=True)
 
-    def save(self, signals):
+    def save(self):
         """ckpt.pt, whole or not at all, after the log it belongs to is on disk. Raises UserError for weights gone bad."""
         self.flush()
         if not torch.stack([p.isfinite().all() for p in self.model.parameters()]).all():
@@ -576,7 +569,7 @@ class Run:
                             f"from before ({self.path}) stays. Lower --learning_rate, or look at the data")
         if self.world.rank:
             return
-        signals.saving = True
+        self.signals.saving = True
         self.log.flush()
         os.fsync(self.log.fileno())
         began = time.perf_counter()
@@ -587,7 +580,7 @@ class Run:
             data=dict(fingerprint=self.data.fingerprint, tokenizer=self.data.tokenizer, vocab_size=self.data.vocab_size,
                       eot=self.data.eot))
         write_whole(self.path, lambda f: torch.save(content, f))
-        signals.saving = False
+        self.signals.saving = False
         self.say(f"saved {self.path}, {os.path.getsize(self.path) / 2 ** 20:,.0f} MiB ({time.perf_counter() - began:.1f} s)")
 
     def start_log(self):
@@ -661,7 +654,6 @@ class Run:
             for board in self.boards:
                 board(line)
 
-    @torch.no_grad()
     def evaluate(self):
         """
         Mean loss over fixed, evenly spaced windows of every validation bin that has any: {bin: nats per token}.
@@ -680,12 +672,14 @@ class Run:
                 with precision(config):
                     _, loss = self.forward(ids[:, :-1], targets)
                 total += torch.tensor([loss.item() * len(part), len(part)], dtype=torch.float64)
+                self.signals.beats += 1
             total = self.world.sum(total.to(self.device if self.device.type == "cuda" else "cpu"))
             if len(windows):
                 losses[name] = (total[0] / total[1]).item()
         self.model.train()
         return losses
 
+    @torch.no_grad()
     def log_evaluation(self):
         began = time.perf_counter()
         losses = {name: finite(loss) for name, loss in self.evaluate().items()}
@@ -693,8 +687,7 @@ class Run:
         line = {"iter": self.iter, "val_loss": val, "val": losses,
                 "val_mean": None if None in losses.values() else statistics.fmean(losses.values()) if losses else val}
         if self.model.value_mix is not None and not self.config.eval_only:
-            line["value_mix"] = {n: {i: float(w.detach() if torch.is_tensor(w) else w) for i, w in row.items()}
-                                 for n, row in self.model.value_mix().items()}
+            line["value_mix"] = {n: {i: float(w) for i, w in row.items()} for n, row in self.model.value_mix().items()}
         if self.model.alpha is not None:
             line["alpha"] = self.model.alpha.tolist()
         relative(line, self.base[1])
@@ -728,7 +721,7 @@ class Run:
         self.loader = Loader(self.data.train, config, self.world, self.micro_batch, self.micro_steps, self.device)
         self.clock = time.perf_counter()
 
-    def step(self, stop):
+    def step(self):
         """One iteration. Nothing here waits for the device: loss, norm and whether the step was skipped stay there."""
         config, world, it = self.config, self.world, self.iter
         # dropout is a function of (seed, iteration, process), so that a resumed run draws what the first would have
@@ -746,13 +739,14 @@ class Run:
                 loss = loss / self.micro_steps
                 (self.scaler.scale(loss) if self.scaler else loss).backward()
             loss_sum += loss.detach()
+            self.signals.beats += 1
         if self.scaler:
             self.scaler.unscale_(self.optimizer)
         params = [p for p in self.model.parameters() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm([p.grad for p in params])
         if config.grad_clip:
             torch.nn.utils.clip_grads_with_norm_(params, config.grad_clip, norm)
-        shared = world.sum(torch.stack([loss_sum / world.size, torch.full((), float(stop), device=self.device)]))
+        shared = world.sum(torch.stack([loss_sum / world.size, torch.full((), float(self.signals.came), device=self.device)]))
         bad = (~torch.isfinite(norm + shared[0])).float()
         if self.scaler:
             self.scaler.step(self.optimizer)
@@ -764,9 +758,9 @@ class Run:
         self.pending.append((it, lr, torch.stack([shared[0], norm, bad, shared[1]])))
         self.iter += 1
 
-    def train(self, signals):
+    def train(self):
         """From self.iter to max_iters. Leaves by SystemExit(128 + signal) after saving, when one came."""
-        config, done = self.config, self.start_log()
+        config, signals, done = self.config, self.signals, self.start_log()
         self.asked_to_stop = False
         self.prepare_step()
         while True:
@@ -774,16 +768,15 @@ class Run:
                 if not done or done["iter"] != self.iter:  # a resumed run may have this evaluation already
                     self.flush()
                     self.log_evaluation()
-                    self.save(signals)
+                    self.save()
                 self.clock = time.perf_counter()
             if self.iter >= config.max_iters:
                 break
-            self.step(signals.came)
-            signals.beats += 1
+            self.step()
             if self.iter % config.log_interval == 0 or self.iter == config.max_iters or (signals.came and not self.world.group):
                 self.flush()
                 if self.asked_to_stop or (signals.came and not self.world.group):
-                    self.save(signals)
+                    self.save()
                     self.say(f"stopped by a signal at iteration {self.iter}; saved. The same command continues")
                     raise SystemExit(128 + (signals.came or signal.SIGTERM))
         self.loader.pool.shutdown()
@@ -812,7 +805,7 @@ class Signals:
 
     def watch(self, pipe, patience):
         number, seen = os.read(pipe, 1)[0], None
-        while self.saving or seen != self.beats:  # goes on as long as iterations end or a checkpoint is written
+        while self.saving or seen != self.beats:  # goes on as long as passes end or a checkpoint is written
             seen = self.beats
             time.sleep(patience)
         os._exit(128 + number)
@@ -829,7 +822,7 @@ def train_one(config, world, signals):
     checked_model_config(config, config.vocab_size or data.vocab_size)
     micro_batches(config, world)
     with prepare.locked(config.out_dir) if world.rank == 0 else contextlib.nullcontext():
-        run = Run(config, data, world)
+        run = Run(config, data, world, signals)
         windows = data.train.windows(config.block_size)
         batch = config.tokens_per_iter // config.block_size
         run.say(f"{config.out_dir}: {run.model.num_params():,} parameters, {config.device}, {config.dtype}; a batch is "
@@ -842,8 +835,6 @@ def train_one(config, world, signals):
             run.say(f"note: warmup_iters={config.warmup_iters} is not below lr_decay_iters={config.lr_decay_iters}: the "
                     "learning rate falls to min_lr right after its warmup, or never reaches its peak")
         if config.eval_only:
-            if not os.path.exists(run.path):
-                raise UserError(f"--eval_only=True: {run.path} does not exist; train first, or give another --out_dir")
             run.base = ({}, {})
             run.log_evaluation()
         elif run.iter > config.max_iters or (run.iter == config.max_iters and run.iter in read_log(run.folder)[1]):
@@ -854,7 +845,7 @@ def train_one(config, world, signals):
             if run.iter:
                 run.say(f"resuming at iteration {run.iter}")
             try:
-                run.train(signals)
+                run.train()
             except OSError as e:  # the log's line did not fit on the disk, say
                 raise UserError(f"{e.filename or run.folder}: {e.strerror or e}; {run.path} is whole: mend it, then run the "
                                 "same command again to continue") from None
@@ -867,8 +858,11 @@ def train_one(config, world, signals):
 # A list of runs
 
 
-def plan(config):
-    """[(name, seed or None, the run's own config)] of config.runs x config.seeds, in order. Raises UserError."""
+def plan(config, everything=False):
+    """
+    [(name, seed or None, the run's own config)] of config.runs x config.seeds, in order; everything: also of those that --runs
+    did not pick. Raises UserError.
+    """
     try:
         seeds = [int(s) for s in config.seeds.split(",")] if config.seeds else [None]
     except ValueError:
@@ -878,7 +872,7 @@ def plan(config):
         raise UserError(f"--seeds={config.seeds}: a seed comes twice")
     if config.baseline:
         raise UserError("--baseline is for one run; in a list of runs, a run names another one as its baseline")
-    planned, first, picked = [], next(iter(config.runs)), getattr(config.runs, "picked", ()) or config.runs
+    planned, first, picked = [], next(iter(config.runs)), not everything and getattr(config.runs, "picked", ()) or config.runs
     for seed, (name, options) in itertools.product(seeds, config.runs.items()):
         if name not in picked:
             continue
@@ -897,19 +891,13 @@ def plan(config):
     return planned
 
 
-def mean_and_spread(values):
-    """{"mean", "std" (sample; None for one value), "n"}"""
-    return {"mean": statistics.fmean(values), "std": statistics.stdev(values) if len(values) > 1 else None, "n": len(values)}
-
-
 def summarize(config):
     """
     summary.json's content, from the folders of all finished runs: per run the final training loss (mean of the last
     rel_window iterations), validation loss, paired differences to the baseline, size, cache and speed.
     """
     summary, curves = {}, {}
-    everything = dataclasses.replace(config, runs=dict(config.runs))  # also those that --runs did not pick this time
-    for name, _, run in plan(everything):
+    for name, _, run in plan(config, everything=True):
         steps, evals = read_log(run.out_dir)
         path = os.path.join(run.out_dir, "config.json")
         if not steps or not os.path.exists(path):
@@ -942,7 +930,8 @@ def summarize(config):
         for key in ("train_loss", "val_loss", "val_mean", "rel_loss", "rel_val_loss", "tokens_per_s"):
             values = [s[key] for s in row["seeds"].values() if s.get(key) is not None]
             if values:
-                row[key] = mean_and_spread(values)
+                row[key] = {"mean": statistics.fmean(values), "std": statistics.stdev(values) if len(values) > 1 else None,
+                            "n": len(values)}  # std is a sample's
     return summary, curves
 
 
@@ -968,39 +957,30 @@ def table(summary):
     return aligned(head, rows)
 
 
-def sample_text(folder, config, tokens):
-    """A continuation of end-of-text by the checkpoint in folder."""
-    ckpt = load_checkpoint(os.path.join(folder, "ckpt.pt"))
+def sample_text(config):
+    """A continuation of end-of-text by the checkpoint of a run."""
+    ckpt = load_checkpoint(os.path.join(config.out_dir, "ckpt.pt"))
     tokenizer = prepare.get_tokenizer(ckpt["data"]["tokenizer"])
-    ids = from_checkpoint(ckpt).generate(torch.tensor([[tokenizer.eot]]), tokens, temperature=0.8, top_k=200,
+    ids = from_checkpoint(ckpt).generate(torch.tensor([[tokenizer.eot]]), config.sample_tokens, temperature=0.8, top_k=200,
                                          n_vocab=tokenizer.n_vocab, seed=config.seed)
     return tokenizer.decode_bytes(ids[0, 1:].tolist()).decode(errors="replace")
 
 
-@contextlib.contextmanager
-def naming(run):
-    """A UserError from inside names the run of a list."""
-    try:
-        yield
-    except UserError as e:
-        raise UserError(f"run {run}: {e}") from None
-
-
 def train_list(config, world, signals):
     planned = plan(config)
-    whole = plan(dataclasses.replace(config, runs=dict(config.runs)))  # also what --runs leaves to other processes
-    check_value_lr_scale(*(run for *_, run in whole))
+    check_value_lr_scale(*(run for *_, run in plan(config, everything=True)))
     facts = {}
     for name, _, run in planned:  # refuse everything that can be refused before the first hour of training
-        with naming(name):
+        try:
             resolved = resolve(run, world)
             checked_model_config(resolved, run.vocab_size or 64)
             micro_batches(resolved, world)
             facts[run.out_dir] = comparable(resolved, open_data(resolved, world))
+        except UserError as e:
+            raise UserError(f"run {name}: {e}") from None
     for name, _, run in planned:
-        with naming(name):
-            if run.baseline in facts:
-                same(facts[run.baseline], facts[run.out_dir], run.baseline)
+        if run.baseline in facts:
+            same(facts[run.baseline], facts[run.out_dir], f"{run.baseline} of run {name}")
     for name, _, run in planned:
         if world.rank == 0:
             own = ", ".join(f"{k}={v}" for k, v in config.runs[name].items())
@@ -1017,7 +997,7 @@ def train_list(config, world, signals):
     if config.sample_tokens:
         for name, seed, run in planned:
             if seed is None or run.seed == int(config.seeds.split(",")[0]):
-                print(f"\n-- {name} writes:\n{sample_text(run.out_dir, run, config.sample_tokens)}")
+                print(f"\n-- {name} writes:\n{sample_text(run)}")
     print("\n" + table(summary) + f"\n\nwrote {config.out_dir}/summary.json and {picture}")
 
 
@@ -1045,7 +1025,7 @@ def one_voice(world, signals):
     try:
         yield
     except (UserError, OSError, RuntimeError, MemoryError) as e:
-        if isinstance(e, MemoryError) or isinstance(e, RuntimeError) and re.search("memory|allocate", str(e)):
+        if out_of_memory(e):
             raise UserError(f"out of memory ({(str(e).strip() or 'no more').splitlines()[0][:160]}): lower --batch_size (with "
                             "--tokens_per_iter the batch stays the same), set --activation_checkpointing=True, or take a "
                             "smaller model") from None
@@ -1063,7 +1043,7 @@ def one_voice(world, signals):
 def main():
     config = configure(Config, sys.argv[1:])
     world = join_group(config)
-    signals = Signals(patience=5 if world.group else None)
+    signals = Signals(patience=8 if world.group else None)
     with one_voice(world, signals):
         if world.rank == 0:
             print("\n".join(f"{k} = {v!r}" for k, v in dataclasses.asdict(resolve(config, world)).items()))

@@ -33,7 +33,7 @@ import torch
 import kernels
 import prepare
 import train
-from configurator import UserError, at_least, command, configure
+from configurator import UserError, at_least, command, configure, out_of_memory
 from model import GPT, KVCache
 
 
@@ -179,7 +179,7 @@ def best(make, config):
                 raise MemoryError
             rows.append(measure(make, run))
         except (MemoryError, RuntimeError) as e:
-            if type(e) is RuntimeError and "memory" not in str(e):  # torch.OutOfMemoryError is another, a CPU's is not
+            if not out_of_memory(e):
                 raise
             print(f"{size} windows do not fit in memory", flush=True)
     return max(rows, key=lambda r: r["tokens_per_s"], default=None)
@@ -212,12 +212,15 @@ def training(config, table):
 # Decoding
 
 
-def generation(model, config, B, compile, use_cache=True, prompt=16):
-    """Tokens/s of B prompts' continuations by config.decode tokens, prompts included; the best of two after a warm-up."""
+def generation(model, config, B, compile, use_cache):
+    """
+    Tokens/s of B prompts' continuations by config.decode tokens, prompts included, after a warm-up: compiled the best of two,
+    else of one.
+    """
     device = torch.device(config.device)
     n_vocab = min(50257, model.config.vocab_size)
-    ids = torch.randint(n_vocab, (B, prompt), generator=torch.Generator().manual_seed(1)).to(device)
-    lengths = None if B == 1 else [1 + i % prompt for i in range(B)]
+    ids = torch.randint(n_vocab, (B, 16), generator=torch.Generator().manual_seed(1)).to(device)
+    lengths = None if B == 1 else [1 + i % 16 for i in range(B)]
     seconds = []
     for _ in range(3 if compile else 2):
         wait(device)
@@ -271,11 +274,11 @@ def full_cache(model, config):
     dtype = getattr(torch, config.dtype)
     clean()
     before = torch.cuda.memory_allocated()
-    cache = model.kv_cache(1, length, device, dtype)
+    cache = KVCache(model.config, 1, length, device, dtype)
     one = torch.cuda.memory_allocated() - before
     del cache
     B = int((torch.cuda.mem_get_info()[0] * 0.95) // one)
-    cache = model.kv_cache(B, length, device, dtype)
+    cache = KVCache(model.config, B, length, device, dtype)
     ids, times = torch.zeros(B, 1, dtype=torch.int64, device=device), []
     with train.precision(config):
         for _ in range(13):
@@ -303,7 +306,7 @@ def decoding(config, table):
             rows = {k: v for k, v in rows.items() if "compiled" not in k}
         for what, args in rows.items():
             clean()
-            add(table, f"{name}: {what}", dict(tokens_per_s=generation(model, run, args[0], *args[1:])))
+            add(table, f"{name}: {what}", dict(tokens_per_s=generation(model, run, *args)))
         if run.kv_length:
             add(table, f"{name}: cache of {run.kv_length} tokens", full_cache(model, run))
         del model

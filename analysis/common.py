@@ -171,7 +171,7 @@ def find_runs(paths):
         if os.path.join(os.path.realpath(run.path), seed := f"seed{run.config['seed']}") in folders:
             skip(run, f"its {seed} below is the same system with the same seed")
             runs.remove(run)
-    return runs if listed else sorted(runs, key=lambda r: bool(r.config.get("baseline")))  # baselines first
+    return runs if listed else sorted(runs, key=lambda r: bool(r.config["baseline"]))  # baselines first
 
 
 def usable(runs, use, none):
@@ -218,7 +218,7 @@ def trained(runs, why_not=lambda shape: ""):
 def partner(run, runs):
     """What to compare a run with: the first system's run of the same seed, or else the first run."""
     first = [r for r in runs if r.system == runs[0].system]
-    return next((r for r in first if r.config.get("seed") == run.config.get("seed")), first[0])
+    return next((r for r in first if r.config["seed"] == run.config["seed"]), first[0])
 
 
 def common_folder(paths):
@@ -227,21 +227,12 @@ def common_folder(paths):
 
 
 def check_writable(folder):
-    """Raises UserError where nothing could be written to folder: now, not after hours of measuring. Leaves no trace."""
-    new, path = [], os.path.abspath(folder)
+    """Raises UserError where nothing could be written to folder: now, not after hours of measuring. Makes nothing."""
+    path = os.path.abspath(folder)
     while not os.path.exists(path):
-        new.append(path)
         path = os.path.dirname(path)
-    try:
-        os.makedirs(folder, exist_ok=True)
-        if not os.access(folder, os.W_OK) and os.path.exists(folder):  # another process may have removed it again
-            raise PermissionError(13, "permission denied")
-    except OSError as e:
-        raise UserError(f"--out_dir={folder}: nothing can be written there ({e.strerror}); give another folder") from None
-    finally:
-        for path in new:
-            with contextlib.suppress(OSError):
-                os.rmdir(path)
+    if not os.path.isdir(path) or not os.access(path, os.W_OK):
+        raise UserError(f"--out_dir={folder}: can't be written ({path} is a file, or protected); give another folder")
 
 
 def arguments(Config, argv, needs_runs=True, why_not=lambda config, shape: ""):
@@ -254,8 +245,6 @@ def arguments(Config, argv, needs_runs=True, why_not=lambda config, shape: ""):
     if needs_runs and not paths:
         raise UserError("give at least one run folder, such as out/quickstart; --help lists the options")
     runs = find_runs(paths)
-    if os.path.isfile(config.out_dir):  # one look: another process may make and remove the folder meanwhile
-        raise UserError(f"--out_dir={config.out_dir}: is a file; give a folder, which is made if it is missing")
     if config.out_dir:
         check_writable(config.out_dir)
     if isinstance(config, ModelOptions):

@@ -160,8 +160,8 @@ def test_sequences_fill_the_free_memory(monkeypatch):
     taken = iter([100, 100 + one])
     monkeypatch.setattr(bench.torch.cuda, "memory_allocated", lambda: next(taken))
     monkeypatch.setattr(bench.torch.cuda, "mem_get_info", lambda: (10 * one, 0))
-    made, make = [], model.kv_cache
-    monkeypatch.setattr(model, "kv_cache", lambda *args: made.append(make(*args)) or made[-1])
+    made, make = [], bench.KVCache
+    monkeypatch.setattr(bench, "KVCache", lambda *args: made.append(make(*args)) or made[-1])
     found = bench.full_cache(model, config)
     assert found["bytes_of_one"] == one and found["sequences"] == 9 and [c.nbytes for c in made] == [one, 9 * one]
     assert made[1].length == 6

@@ -8,6 +8,7 @@ import sys
 from typing import Literal
 
 import pytest
+import torch
 
 import configurator
 from configurator import UserError, command, configure
@@ -326,16 +327,14 @@ def test_a_config_file_that_is_no_text(tmp_path, content):
 
 
 @pytest.mark.parametrize("value, low, below, good", [
-    (0, 0, None, True), (-1, 0, None, False), (0.0, 0, 1, True), (1.0, 0, 1, False), (0.999, 0, 1, True), (-1e-9, 0, 1, False),
-    (None, 0, 1, True),
-])
+    (0, 0, None, True), (-1, 0, None, False), (0.0, 0, 1, True), (1.0, 0, 1, False), (0.999, 0, 1, True), (-1e-9, 0, 1, False)])
 def test_at_least(value, low, below, good):
     config = Options(dropout=value)
     if good:
         configurator.at_least(config, low, "dropout", below=below)
         return
     with pytest.raises(UserError, match=rf"dropout.*{re.escape(str(value))}.*{low}"):
-        configurator.at_least(config, low, "value_lambda1", "dropout", below=below)
+        configurator.at_least(config, low, "dropout", below=below)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -450,3 +449,13 @@ def test_a_script_called_wrongly(argv, tmp_path):
     assert done.stderr.count("\n") == 1 and "Traceback" not in done.stderr
     assert argv[0].strip("-").split("=")[0].strip() in done.stderr
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("error, is_one", [
+    (MemoryError(), True), (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), True),
+    (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"), True),
+    (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+    (RuntimeError("out of resource: shared memory, Required: 300000"), False),
+    (RuntimeError("Expected contiguous memory format"), False), (UserError("no more memory"), False)])
+def test_what_is_out_of_memory(error, is_one):
+    assert configurator.out_of_memory(error) == is_one

@@ -22,9 +22,9 @@ sys.path.insert(0, {repo!r})
 import train
 from configurator import command
 whole_step, RANK = train.Run.step, int(os.environ["RANK"])
-def step(self, stop):
+def step(self):
     {body}
-    return whole_step(self, stop)
+    return whole_step(self)
 train.Run.step = step
 command(train.main)
 """

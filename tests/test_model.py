@@ -193,8 +193,7 @@ def allocated(cache):
     ("82M", 16_384, 9_216), ("180M", 36_864, 19_968), ("468M", 98_304, 51_200)])
 def test_cache_bytes_per_token(name, vanilla, svformer):
     for options, expected in (({}, vanilla), (SYSTEMS["resformer"], vanilla), (SYSTEMS["svformer"], svformer)):
-        m = on_meta(size(name, **options))
-        assert m.kv_cache(3, 5, dtype=torch.bfloat16).nbytes == 3 * 5 * expected
+        assert M.KVCache(size(name, **options), 3, 5, "meta", torch.bfloat16).nbytes == 3 * 5 * expected
     # the same, really allocated: widths and layers of the size, one token
     assert allocated(M.KVCache(size(name, shared_value=True), 1, 1, "cpu", torch.bfloat16)) == svformer
 
@@ -695,8 +694,8 @@ def test_options_that_are_off_change_nothing():
 
 
 def drawn(logits, n=4000, **options):
-    g = torch.Generator().manual_seed(0)
-    return Counter(M.sample(torch.tensor([logits]).expand(n, -1).contiguous(), generator=g, **options).tolist())
+    noise = torch.empty(n, len(logits)).exponential_(generator=torch.Generator().manual_seed(0))
+    return Counter(M.sample(torch.tensor([logits]).expand(n, -1).contiguous(), noise, **options).tolist())
 
 
 def test_top_k_keeps_exactly_k_on_ties():

@@ -16,7 +16,7 @@ import sample
 import train
 from analysis import bench, records
 from configurator import configure, describe
-from model import GPT, GPTConfig
+from model import GPT, GPTConfig, KVCache
 
 REPO = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 README = open(os.path.join(REPO, "README.md"), encoding="utf-8").read()
@@ -249,7 +249,7 @@ def test_systems_table_is_the_measured_one():
         with torch.device("meta"):
             model = GPT(GPTConfig(**shape))
         assert model.num_params() == r["n_params"] and extra(r) in row
-        assert f"| {model.kv_cache(1, 1, dtype=torch.bfloat16).nbytes:,} |" in row
+        assert f"| {KVCache(GPTConfig(**shape), 1, 1, 'meta', torch.bfloat16).nbytes:,} |" in row
         options = {k: v for k, v in config.runs[name].items() if k not in ("batch_size", "eval_iters")}
         told = " ".join(k if v is True else f"{k}={v}" for k, v in options.items())
         assert row.split("|")[2].strip().strip("`") == told

@@ -902,6 +902,39 @@ def test_kill_9_again_and_again(data):
     assert at > 0 and [x["iter"] for x in log("stopped")[0]] == list(range(at))
 
 
+SLOW = """
+import os, signal, sys, threading, time
+import train
+
+class Signals(train.Signals):  # as among several processes, which leave when one of them is gone; less patient
+    def __init__(self, patience):
+        super().__init__(0.3)
+
+def interrupted(run):
+    threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    return work(run)
+
+where = sys.argv.pop(1)
+work, read = getattr(train.Run, where), train.prepare.Bin.read
+train.Signals = Signals
+setattr(train.Run, where, interrupted)
+train.prepare.Bin.read = lambda *args: time.sleep(0.1) or read(*args)  # a pass of 0.1 s
+train.main()
+"""
+
+
+@pytest.mark.parametrize("where, options", [
+    ("step", ["--batch_size=1", "--tokens_per_iter=320", "--eval_interval=100"]), ("evaluate", ["--eval_iters=20"])])
+def test_a_signal_in_a_long_iteration_or_evaluation_saves(data, where, options):
+    """Of two seconds, in passes of a tenth: longer than a process waits for others, but it does not wait."""
+    Path("slow.py").write_text(SLOW)
+    args = [*TINY, f"--data={data}", "--out_dir=o", "--max_iters=1000", *options]
+    done = subprocess.run([sys.executable, "slow.py", where, *args], capture_output=True, text=True, timeout=60,
+                          env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 143 and "saved. The same command continues" in done.stdout, done.stdout + done.stderr
+    assert checkpoint("o")["iter"] == 1
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Steps that are not finite
 
