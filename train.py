@@ -13,6 +13,7 @@ table, summary.json and relative_loss.png.
 import contextlib
 import dataclasses
 import datetime
+import hashlib
 import importlib
 import itertools
 import json
@@ -35,7 +36,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import kernels
 import prepare
 from analysis import plot
-from configurator import UserError, at_least, command, configure, out_of_memory, override
+from configurator import REPO, UserError, at_least, command, configure, out_of_memory, override
 from model import CHECKPOINT_VERSION, GPT, GPTConfig, KVCache, from_checkpoint, load_checkpoint, usable_device
 
 
@@ -373,6 +374,15 @@ def write_whole(path, save):
             time.sleep(1)  # a network disk's hiccup must not end a long run
 
 
+def code():
+    """A fingerprint of the files that decide what a run computes: records of one list may be from different versions."""
+    digest = hashlib.sha256()
+    for name in ("model.py", "kernels.py", "prepare.py", "train.py"):
+        with open(os.path.join(REPO, name), "rb") as f:
+            digest.update(f.read())
+    return digest.hexdigest()[:12]
+
+
 def write_json(path, content):
     write_whole(path, lambda f: f.write((json.dumps(content, indent=1) + "\n").encode()))
 
@@ -607,7 +617,7 @@ class Run:
             "n_params_non_embedding": self.model.num_params(non_embedding=True),
             "kv_bytes_per_token": KVCache(self.shape, 1, 1, "meta", torch.bfloat16).nbytes,
             "flops_per_token": self.model.flops_per_token(), "micro_batch": self.micro_batch, "micro_steps": self.micro_steps,
-            "processes": self.world.size, "torch": torch.__version__})
+            "processes": self.world.size, "torch": torch.__version__, "code": code()})
         return done
 
     def flush(self):

@@ -89,7 +89,7 @@ def origin(where, runs):
     def all_of(key):
         return ", ".join(sorted({str(r.config.get(key, "unknown")) for r in runs}))
     return (f"Made from {where}: {len(runs)} run{'s' * (len(runs) != 1)}, seeds {all_of('seed')}; device {all_of('device')}, "
-            f"{all_of('dtype')}, torch {all_of('torch')}.") if runs else f"Made from {where}."
+            f"{all_of('dtype')}, torch {all_of('torch')}, code {all_of('code')}.") if runs else f"Made from {where}."
 
 
 def noise_said(sd, folder="family"):

@@ -1673,3 +1673,17 @@ def test_nothing_is_compiled_again_within_a_run(data, monkeypatch, device):
                   "--eval_interval=2", "--sample_tokens=5", f"--device={device}")
     stats = torch._dynamo.utils.counters
     assert stats["stats"]["unique_graphs"] == 2 and not stats["graph_break"], dict(stats)
+
+
+def test_a_record_tells_the_version_of_the_code(data, monkeypatch, tmp_path):
+    """config.json's code changes with any of the files that decide what is computed, and with them only."""
+    names = ("model.py", "kernels.py", "prepare.py", "train.py", "sample.py")
+    for name in names:
+        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
+    assert go(f"--data={data}", "--out_dir=o", "--max_iters=1") == 0
+    found = [json.loads(Path("o/config.json").read_text())["code"]]
+    monkeypatch.setattr(train, "REPO", str(tmp_path))
+    for name in names:
+        (tmp_path / name).write_bytes(b"# changed\n" + (tmp_path / name).read_bytes())
+        found.append(train.code())
+    assert len(set(found)) == len(names) and found[-1] == found[-2]
