@@ -10,7 +10,7 @@ tokens_per_iter = 128 * 2048
 max_iters = 1000
 eval_interval = 500
 warmup_iters = 120
-batch_size = 64  # 24 GB; 20 times 64 windows are all that results/'s validation bins have
+batch_size = 64  # 24 GB; with eval_iters = 20 our validation bins are evaluated whole
 runs = {
     "vanilla": {},
     "identity": {"value_residual": True},

@@ -10,11 +10,11 @@ An overlay: loss against KV cache, of systems near 1/2 (svformer 9/16; gqa2, cla
 Cost on an H200: 8 runs of 2 minutes at 2,048 (at 8,192 of 3: 1.4 times the FLOPs) and half a minute to start: 0.8 hours.
 """
 out_dir = "out/kv"
-tokens_per_iter = 32 * 2048  # more and smaller steps than tokens.py's: 0.13B tokens are too few for 500 large ones
+tokens_per_iter = 32 * 2048  # small steps: 500 of 262,144 tokens leave the loss to the schedule (results/README.md)
 max_iters = 2000
 eval_interval = 1000
 warmup_iters = 120
-eval_iters = 40  # of 32 windows: all that results/'s validation bins have
+eval_iters = 40  # of batch_size windows: our validation bins whole
 runs = {
     "vanilla": {},
     "svformer": {"shared_value": True},

@@ -17,11 +17,11 @@ and with a lower learning rate, which the paper finds to help SVFormer, and anot
 Cost on an H200: 13 runs of 2 minutes (at 8,192 of 3: 1.4 times the FLOPs) and half a minute to start: 0.6 hours.
 """
 out_dir = "out/lengths"
-tokens_per_iter = 32 * 2048  # more and smaller steps than tokens.py's: 0.13B tokens are too few for 500 large ones
+tokens_per_iter = 32 * 2048  # small steps: 500 of 262,144 tokens leave the loss to the schedule (results/README.md)
 max_iters = 2000
 eval_interval = 1000
 warmup_iters = 120
-eval_iters = 40  # of 32 windows: all that results/'s validation bins have
+eval_iters = 40  # of batch_size windows: our validation bins whole
 runs = {
     "vanilla": {},
     "identity": {"value_residual": True},
