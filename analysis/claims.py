@@ -69,9 +69,9 @@ class Claim:
 def below(*pairs, pool=lambda records: records):
     """Loss of a below that of b, for pairs (a, b) of systems, at the budget of a pool: the family's."""
     def check(records, _):
-        if (of := pool(records)) is None:
+        if (of := pool(records)) is None or not of.points:
             return "", NOT_TESTABLE
-        found, sd = {f"{a} - {b}": of.difference(a, b, of.tokens) for a, b in pairs}, of.noise() or records.noise(of.tokens)
+        found, sd = {f"{a} - {b}": of.difference(a, b, of.tokens) for a, b in pairs}, records.noise_for(of)
         plain = len(pairs) == 1 and pairs[0][1] == "vanilla"  # the claim names it
         known = {name: d for name, d in found.items() if d}
         alike = len({len(d["seeds"]) for d in known.values()}) == 1  # then budget and seeds are said once, at the last

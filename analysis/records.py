@@ -114,18 +114,19 @@ class Pool:
                 found[seed] = p.log[1][i]["val_mean"]
         return found
 
+    def deviations(self, losses, tokens, base="vanilla"):
+        """Every system's losses(system, tokens) minus base's (None: minus 0), as differences for noise."""
+        of = {s: losses(s, tokens) for s in self.systems(None)}
+        return [difference(x, of.get(base, {}) if base else dict.fromkeys(x, 0.0)) for s, x in of.items() if s != base]
+
     def noise(self, tokens=None, base="vanilla"):
         """
         noise of the differences to base (None: of losses) at that budget (None: the pool's); where no system has two seeds, of
         the pool's runs on their way at as many tokens, or at their end, as if it grew no more.
         """
         tokens = tokens or self.tokens
-        for losses, t in (self.losses, tokens), (self.on_the_way, tokens), (self.losses, min(tokens or 0, self.tokens or 0)):
-            of = {s: losses(s, t) for s in self.systems(None)}
-            pairs = [(x, of.get(base, {}) if base else dict.fromkeys(x, 0.0)) for s, x in of.items() if s != base]
-            if sd := noise(difference(*pair) for pair in pairs):
-                return sd
-        return None
+        return noise(self.deviations(self.losses, tokens, base)) or noise(self.deviations(self.on_the_way, tokens, base)) or \
+            noise(self.deviations(self.losses, min(tokens or 0, self.tokens or 0), base))
 
     def hurried(self, system, tokens):
         """
@@ -207,6 +208,16 @@ class Records(Pool):
                 pools[arm] = pool
         return dict(sorted(pools.items(), key=lambda item: [
             item[1].runs()[0].config[k] for k in ("block_size", "learning_rate", "n_params")]))
+
+    def noise_for(self, pool, base="vanilla"):
+        """
+        noise(base) of a pool's systems, or else of all pools that have as many tokens in as many iterations, or of family/.
+        """
+        def budget(p):
+            return p.tokens, p.runs()[0].config["max_iters"]
+        like = [p for of in self.pools.values() for p in of.values() if budget(p) == budget(pool)]
+        return noise(pool.deviations(pool.losses, pool.tokens, base)) or noise(
+            d for p in like for d in p.deviations(p.losses, p.tokens, base)) or self.noise(pool.tokens, base)
 
     def skip(self, name, reason):
         self.left_out.append(f"{name}: {reason}")

@@ -246,12 +246,11 @@ def horizontal(xs, own, x, loss, half):
     return {"saving": ends[0][0], "extrapolated": ends[0][1], "interval_95": [e[0] for e in ends[1:]] if known else None}
 
 
-def unpaired(records, n, tokens):
+def unpaired(sd, n):
     """
-    95 % reach of the difference of two different runs' losses, means over n seeds, by the noise of a loss from seed to seed at
-    that budget; None where that is not known. A pair shares some of it; runs of two budgets or sizes may not.
+    95 % reach of the difference of two different runs' losses, means over n seeds, by the noise of a loss from seed to seed;
+    None where that is not known. A pair shares some of it; runs of two budgets or sizes may not.
     """
-    sd = records.noise(tokens, base=None)
     return sd and math.sqrt(2) * reach(sd, n)
 
 
@@ -271,7 +270,7 @@ def data_saving(records):
         for s in ("vanilla", system):
             hurried.update({(t, s): d for t in budgets if (d := records.hurried(s, t)) and d["mean"] > 0})
         numbers[system] = {"seeds": sorted(seeds), "budgets": [
-            {"tokens": t, "loss": loss, **horizontal(budgets, own, t, loss, unpaired(records, len(seeds), t))}
+            {"tokens": t, "loss": loss, **horizontal(budgets, own, t, loss, unpaired(records.noise(t, None), len(seeds)))}
             for t, loss in zip(budgets, base)]}
         for b in numbers[system]["budgets"]:  # the budgets whose losses it is read off between
             at = b["tokens"] * (1 - (b["saving"] or 0))
@@ -299,7 +298,9 @@ def data_saving(records):
 
 
 NOISE_OF_SAVINGS = ("Interval: vanilla's loss moved by 95 % of Student's t of the difference of two different runs' losses, "
-                    "whose noise from seed to seed is that of family/'s runs at as many tokens, at their end or on their way.")
+                    "whose noise from seed to seed is that of runs of as many tokens where several seeds were run, or of "
+                    "family/'s when they had seen as many.")
+
 
 
 def mean_of(key):
@@ -467,7 +468,8 @@ def sizes(records):
             seeds = sorted(of_base[x])
             largest[system] = {"seeds": seeds, "sizes": len(at), **horizontal(
                 sorted(at), [at[n] for n in sorted(at)], x, statistics.fmean(of_base[x].values()),
-                unpaired(records, len(seeds), usual))}
+                unpaired(records.noise_for(max(
+                    (p for p in pools.values() if p.tokens == usual), key=lambda p: len(p.points)), None), len(seeds)))}
             notes.append(f"{system} saves {scaling.percent(largest[system]['saving'])}"
                          + bracket(largest[system]["interval_95"], scaling.percent)
                          + " of all parameters at vanilla's largest size, by its own losses, linear in ln N between sizes.")

@@ -493,6 +493,20 @@ def test_kv(make):
     assert verdicts(content)["SVFormer is worse than GQA2 at 2,048 tokens"] == "holds"
 
 
+def test_noise_is_that_of_like_runs(make):
+    """One seed alone decides nothing; three of other lists' runs with the same batches do, those of other batches do not."""
+    for length in (2048, 8192):
+        write_pool(make.root / "kv" / str(length), {"svformer": -0.05, "gqa2": 0.0, "cla2": 0.0}, seeds=(1337,),
+                   block_size=length)
+    claim = "SVFormer is better than GQA2 and CLA2 at longer windows"
+    assert verdicts(make()[0])[claim] == "not testable at this budget"
+    write_pool(make.root / "ablations", {"identity": -0.03}, seeds=tuple(NOISE), iters=10, tokens_per_iter=2 * PER_ITER)
+    assert verdicts(make()[0])[claim] == "not testable at this budget"
+    shutil.rmtree(make.root / "ablations")
+    write_pool(make.root / "ablations", {"identity": -0.03}, seeds=tuple(NOISE))
+    assert verdicts(make()[0])[claim] == "holds partly"
+
+
 def test_lengths(make):
     """SVFormer's training loss comes up through vanilla's at iteration 6, 12 and 18."""
     for length, turn in ((512, 6), (2048, 12), (8192, 18)):
