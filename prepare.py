@@ -497,11 +497,11 @@ def workers(tokenizer, num_proc):
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-def encode_batch(items, tokenizer=None):
+def encode_batch(items, hashed=True, tokenizer=None):
     """
     ids of all documents in one array; for each piece (source, hash, bytes, tokens, ends); and the bad ones as
     [(kind, where, at)], at: 2 i + 1 for what was mended in piece i, 2 i for what was skipped before it. A document's
-    end-of-text id is part of its tokens.
+    end-of-text id is part of its tokens. hashed: False leaves the hash 0, and saves 2 % of the time.
     """
     tokenizer, arrays, pieces, bad = tokenizer or worker, [], [], []
     for kind, raw, where, ends in items:
@@ -548,13 +548,13 @@ def encode_batch(items, tokenizer=None):
             ids = np.concatenate([tokenizer.encode(text[i:i + 10_000]) for i in range(0, len(text), 10_000)])
             bad.append(("too long a run for the tokenizer (encoded in parts)", where, at + 1))
         arrays += [ids, [tokenizer.eot]] if ends else [ids]
-        digest = int.from_bytes(hashlib.blake2b(utf8, digest_size=8).digest(), "little")
+        digest = int.from_bytes(hashlib.blake2b(utf8, digest_size=8).digest(), "little") if hashed else 0
         pieces.append((source, digest, len(utf8), len(ids) + ends, ends))
     dtype = bin_dtype(tokenizer.n_vocab)
     return np.concatenate(arrays, dtype=dtype, casting="unsafe") if arrays else np.empty(0, dtype), pieces, bad
 
 
-def encode_all(batches, tokenizer, pool, num_proc):
+def encode_all(batches, hashed, tokenizer, pool, num_proc):
     """encode_batch over all batches, in order, by a pool of `workers`. Raises WorkerDied when one of them dies."""
     waiting, processes = collections.deque(), set()
 
@@ -571,9 +571,9 @@ def encode_all(batches, tokenizer, pool, num_proc):
         try:
             for batch, bar in batches:
                 if pool is None:
-                    yield encode_batch(batch, tokenizer), bar
+                    yield encode_batch(batch, hashed, tokenizer), bar
                     continue
-                waiting.append(pool.submit(encode_batch, batch))
+                waiting.append(pool.submit(encode_batch, batch, hashed))
                 if len(waiting) > 2 * num_proc + 2:
                     yield first(), bar
             while waiting:
@@ -861,7 +861,7 @@ def fill(writer, config, tokenizer, pool, num_proc, quotas):
         batches = read_source(getattr(config, given), config.data_files if given == "source" else "", config.on_error, split,
                               config.seed if quotas and given == "source" else None,
                               config.val_source if given == "source" else "")
-        with contextlib.closing(encode_all(batches, tokenizer, pool, num_proc)) as results:
+        with contextlib.closing(encode_all(batches, hold, tokenizer, pool, num_proc)) as results:
             for (ids, pieces, wrong), bar in results:
                 at = 0
                 for i, piece in enumerate(pieces):

@@ -4,12 +4,12 @@ What reproduces: the paper's claims, each with the rule of its verdict. analysis
     holds                           the whole 95 % interval over two or more paired seeds has the paper's sign
     holds partly                    not so, but the mean has it, further from 0 than the noise between seeds reaches
     not seen                        the mean has the other sign, as far from 0
-    not testable at this budget     it lies within that noise, or this is not known; or the runs, or by nature the tokens, lack
+    not testable at this budget     within that noise, or it is not known; or the runs, or by nature the tokens, are missing
 
-The noise is that of paired differences, pooled over the systems of the same table, or else of family/ at as many tokens: 95 %
-of Student's t, over the root of the number of pairs. A claim of several parts holds when all do, is not seen when fewer than
-half of those that could be tested are, and is not testable when fewer than half could be tested. A saving takes three budgets
-or sizes: two points lie on any curve.
+The noise is that of paired differences, pooled over the systems of the same table, or else of like runs, or of family/'s at as
+many tokens: 95 % of Student's t, over the root of the number of pairs. A claim of several parts holds when all do, is not seen
+when fewer than half of those that could be tested are, and is not testable when fewer than half could be tested. A saving takes
+three budgets or sizes: two points lie on any curve.
 """
 import math
 import statistics
@@ -171,8 +171,8 @@ def half_cache(records, numbers):
 def mechanism_differs(name, sign, shown=lambda vanilla, numbers: 2, effect=""):
     """
     A system's number against vanilla's, over seeds, of family/'s runs, or where it was not taken of those of tokens/ that saw
-    the most. shown: whether vanilla has the effect that is to be weaker: 0 no, then
-    there is nothing to test; 1 less than in the paper, then the claim holds partly at best; 2 yes.
+    the most. shown: whether vanilla has the effect that is to be weaker: 0 no, then there is nothing to test; 1 less than in
+    the paper, then the claim holds partly at best; 2 yes.
     """
     def check(_, numbers):
         main = numbers.get("mechanism", {})

@@ -99,11 +99,11 @@ class Pool:
         return [p.run for s in self.systems(self.tokens) for p in self.at(s, self.tokens).values()]
 
     def difference(self, system, base, tokens, value=lambda line: line["val_mean"]):
-        return difference(*({seed: value(p.end) for seed, p in self.at(s, tokens).items()} for s in (system, base)))
+        return difference(*(self.losses(s, tokens, value) for s in (system, base)))
 
-    def losses(self, system, tokens):
-        """{seed: loss, mean over sources} at the end of the runs of that budget."""
-        return {seed: p.end["val_mean"] for seed, p in self.at(system, tokens).items()}
+    def losses(self, system, tokens, value=lambda line: line["val_mean"]):
+        """{seed: loss, mean over sources (or another value of the last evaluation)} of the runs of that budget."""
+        return {seed: value(p.end) for seed, p in self.at(system, tokens).items()}
 
     def on_the_way(self, system, tokens, budget=None):
         """The same of runs of a larger budget (None: the pool's) when they had seen so many tokens, if evaluated then."""
@@ -125,8 +125,8 @@ class Pool:
         the pool's runs on their way at as many tokens, or at their end, as if it grew no more.
         """
         tokens = tokens or self.tokens
-        return noise(self.deviations(self.losses, tokens, base)) or noise(self.deviations(self.on_the_way, tokens, base)) or \
-            noise(self.deviations(self.losses, min(tokens or 0, self.tokens or 0), base))
+        found = noise(self.deviations(self.losses, tokens, base)) or noise(self.deviations(self.on_the_way, tokens, base))
+        return found or (self.noise(base=base) if self.tokens and tokens > self.tokens else None)
 
     def hurried(self, system, tokens):
         """
@@ -216,7 +216,7 @@ class Records(Pool):
         def budget(p):
             return p.tokens, p.runs()[0].config["max_iters"]
         like = [p for of in self.pools.values() for p in of.values() if budget(p) == budget(pool)]
-        return noise(pool.deviations(pool.losses, pool.tokens, base)) or noise(
+        return pool.noise(base=base) or noise(
             d for p in like for d in p.deviations(p.losses, p.tokens, base)) or self.noise(pool.tokens, base)
 
     def skip(self, name, reason):

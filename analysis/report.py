@@ -302,7 +302,6 @@ NOISE_OF_SAVINGS = ("Interval: vanilla's loss moved by 95 % of Student's t of th
                     "family/'s when they had seen as many.")
 
 
-
 def mean_of(key):
     return lambda result: statistics.fmean(x[key] for x in result["layers"])
 
