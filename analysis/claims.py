@@ -264,11 +264,10 @@ def of_lengths(records):
 
 def at_every_length(system):
     def check(records, _):
-        found = {arm: (pool.difference(system, "vanilla", pool.tokens), pool.tokens)
-                 for arm, pool in of_lengths(records)[1].items()}
-        cells = [f"{arm}: {described(d, tokens) if d else 'no paired runs'}" for arm, (d, tokens) in found.items()]
-        sd = noise(d for d, _ in found.values()) or records.noise(max((t for _, t in found.values()), default=None))
-        return "; ".join(cells), together([verdict(d, -1, sd) for d, _ in found.values()])
+        pools = of_lengths(records)[1]
+        found = {arm: pool.difference(system, "vanilla", pool.tokens) for arm, pool in pools.items()}
+        cells = [f"{arm}: {described(d, pools[arm].tokens) if d else 'no paired runs'}" for arm, d in found.items()]
+        return "; ".join(cells), together([verdict(d, -1, records.noise_for(pools[arm])) for arm, d in found.items()])
     return check
 
 
@@ -285,7 +284,7 @@ def overtaken_later(records, _):
 def better_if_slower(records, _):
     """SVFormer's difference to vanilla at a lower learning rate, minus that at the usual one and the same length and warmup."""
     usual, pools = of_lengths(records)
-    of = {}
+    cells, verdicts = [], []
     for arm, pool in records.pools["lengths"].items():
         config = pool.runs()[0].config
         same = [p for p in pools.values()
@@ -293,10 +292,10 @@ def better_if_slower(records, _):
         if same and config["learning_rate"] < usual[0] and config["warmup_iters"] == usual[1]:
             pair = [p.difference("svformer", "vanilla", p.tokens) for p in (pool, same[0])]
             if all(pair) and (d := difference(*(p["seeds"] for p in pair))):
-                of[arm] = d, pool.tokens
-    sd = noise(d for d, _ in of.values()) or records.noise(max((t for _, t in of.values()), default=None))
-    return ("; ".join(f"{arm}: {described(d, tokens)}" for arm, (d, tokens) in of.items()),
-            together([verdict(d, -1, sd) for d, _ in of.values()]))
+                cells.append(f"{arm}: {described(d, pool.tokens)}")
+                sd = records.noise_for(pool)  # of one difference; d is made of two
+                verdicts.append(verdict(d, -1, sd and {**sd, "std": sd["std"] * math.sqrt(2)}))
+    return "; ".join(cells), together(verdicts)
 
 
 def at_best_rates(key, *systems):
@@ -304,11 +303,10 @@ def at_best_rates(key, *systems):
     def check(records, numbers):
         best = numbers.get("rates", {}).get(key, {})
         found = {s: best[s]["difference"] if s in best else None for s in systems}
-        tokens = next((pool.tokens for pool in records.pools["rates"].values()), None)
+        pools = list(records.pools["rates"].values())
+        tokens, sd = (pools[0].tokens, records.noise_for(pools[0])) if pools else (None, None)
         cells = [f"{s}: {described(d, tokens)}, {best[s]['rate']} against vanilla's {best['vanilla']['rate']}" if d else
                  f"{s}: no paired runs" for s, d in found.items()]
-        sd = noise(pool.difference(s, "vanilla", pool.tokens) for pool in records.pools["rates"].values()
-                   for s in systems) or records.noise(tokens)
         v = together([verdict(d, -1, sd) for d in found.values()])
         if not any(found.values()):
             return "", v

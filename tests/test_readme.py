@@ -121,7 +121,7 @@ def test_family_table_is_the_measured_one():
         d, paper = x["difference"], f"{x['paper']:+.3f}" if x["paper"] else "-"
         cells = f"{records.spread(x.get('difference_halfway'))} | {records.spread(d)}"
         assert f"| {system} | {x['val_mean']:.4f} | {cells} | {len(x['seeds'])} | {paper} |" in table
-        assert d is None or 1.5 < x["difference_halfway"]["mean"] / d["mean"] < 2.4  # "halve"
+        assert d is None or (1.5 < x["difference_halfway"]["mean"] / d["mean"] < 2.4) == (system != "denseformer")  # "halve"
     assert report["family"]["tokens"] == 262144000
 
 
@@ -151,11 +151,13 @@ def test_performance_blocks_are_the_measured_ones():
     want = {"\n\n".join("\n".join([f"$ python -m analysis.bench {k}", *(bench.line(n, r) for n, r in v["rows"].items())])
                         for k, v in measured(name).items() if k != SYSTEMS) for name in cards}
     assert len(want) == len(cards) and want == {block.strip() for block in PERFORMANCE.split("```")[1::2]}
-    for name, words in (("nvidia-h200.json", "{:.2f} × gpt-fast for the same shapes at 82M, {:.2f} × at 468M"),
-                        ("earlier/nvidia-h200-decoding.json", "it\n  was {:.2f} × and {:.2f} × (`results/bench/")):
-        tables = {k.split(".py")[0]: list(v["rows"].values()) for k, v in measured(name).items() if "--decode" in k}
-        peers = [[r["tokens_per_s"] for r in tables[f"config/{size}"]] for size in ("82M", "468M")]
-        assert words.format(*(r[1] / r[0] for r in peers)) in PERFORMANCE
+    for size in ("82M", "468M"):
+        ratios = []
+        for name in ("nvidia-h200", "earlier/nvidia-h200-decoding-second", "earlier/nvidia-h200-decoding"):
+            table = next(t for k, t in measured(f"{name}.json").items() if k.startswith(f"config/{size}.py --decode"))
+            peer, ours = [row["tokens_per_s"] for row in table["rows"].values()][:2]
+            ratios.append(f"{ours / peer:.2f}")
+        assert "{}, {} and {} × ".format(*ratios) in " ".join(PERFORMANCE.split())
     decoding = measured("cpu.json")["config/82M.py --decode=1000 --device=cpu"]["rows"]
     cached, uncached = (r["tokens_per_s"] for r in decoding.values())
     assert f"{cached:.1f} against {uncached:.2f} tokens/s" in PERFORMANCE and f"{cached / uncached:.0f} times" in PERFORMANCE

@@ -496,15 +496,32 @@ def test_kv(make):
 def test_noise_is_that_of_like_runs(make):
     """One seed alone decides nothing; three of other lists' runs with the same batches do, those of other batches do not."""
     for length in (2048, 8192):
-        write_pool(make.root / "kv" / str(length), {"svformer": -0.05, "gqa2": 0.0, "cla2": 0.0}, seeds=(1337,),
-                   block_size=length)
-    claim = "SVFormer is better than GQA2 and CLA2 at longer windows"
-    assert verdicts(make()[0])[claim] == "not testable at this budget"
+        one = dict(seeds=(1337,), block_size=length)
+        write_pool(make.root / "kv" / str(length), {"svformer": -0.05, "gqa2": 0.0, "cla2": 0.0}, **one)
+        write_pool(make.root / "lengths" / str(length), {"identity": -0.05, "svformer": -0.05}, **one)
+    for i, rate in enumerate((3e-4, 6e-4, 1.2e-3)):
+        write_pool(make.root / "rates" / str(i), {"identity": -0.05, "sparse": -0.05}, seeds=(1337,), base=4 + 0.1 * (i != 1),
+                   learning_rate=rate, min_lr=rate / 10)
+    slower = dict(learning_rate=CONFIG["learning_rate"] / 3, min_lr=1e-5)
+    write_pool(make.root / "lengths/slower", {"svformer": -0.065}, seeds=(1337,), block_size=2048, **slower)
+    mine = [
+        "SVFormer is better than GQA2 and CLA2 at longer windows",
+        "a lower learning rate makes SVFormer's loss better beside vanilla's",
+        "ResFormer gains at every length", "the gain is there at each one's best learning rate"]
+
+    def got():
+        found = verdicts(make()[0])
+        return [found[claim] for claim in mine]
+    assert got() == ["not testable at this budget"] * 4
     write_pool(make.root / "ablations", {"identity": -0.03}, seeds=tuple(NOISE), iters=10, tokens_per_iter=2 * PER_ITER)
-    assert verdicts(make()[0])[claim] == "not testable at this budget"
+    assert got() == ["not testable at this budget"] * 4
     shutil.rmtree(make.root / "ablations")
     write_pool(make.root / "ablations", {"identity": -0.03}, seeds=tuple(NOISE))
-    assert verdicts(make()[0])[claim] == "holds partly"
+    # noise takes one difference 4.30 x 0.0015 = 0.0066 from 0, the difference of two 0.0093
+    assert got() == ["holds partly"] * 4
+    shutil.rmtree(make.root / "lengths/slower")
+    write_pool(make.root / "lengths/slower", {"svformer": -0.058}, seeds=(1337,), block_size=2048, **slower)
+    assert got() == ["holds partly", "not testable at this budget", "holds partly", "holds partly"]
 
 
 def test_lengths(make):
