@@ -102,12 +102,14 @@ def wikipedia(records, numbers):
 
 def overtaken(records, _):
     """SVFormer above vanilla at the end of its longest run; if not, nothing is known of what comes later."""
-    tokens = max((t for t in records.budgets("svformer") if records.difference("svformer", "vanilla", t)), default=None)
-    if tokens is None:
+    found = [(t, pool) for pool in (records, records.curve) for t in pool.budgets("svformer")
+             if pool.difference("svformer", "vanilla", t)]
+    if not found:
         return "", NOT_TESTABLE
-    d, (point, _) = records.difference("svformer", "vanilla", tokens), records.critical("svformer", tokens)
+    tokens, pool = max(found, key=lambda x: x[0])
+    d, (point, _) = pool.difference("svformer", "vanilla", tokens), pool.critical("svformer", tokens)
     here = f"final difference {described(d, tokens)}; training curves: {reached(point)}"
-    v = verdict(d, +1, records.noise(tokens))
+    v = verdict(d, +1, records.noise_at(tokens))
     return here, NOT_TESTABLE if v == NOT_SEEN else v
 
 
@@ -121,7 +123,7 @@ def gain_lasts(system):
         if fit := facts["fit"]:
             here += f"; changes as D^{-fit['b']:.2f}" + bracket([-x for x in reversed(fit["b_interval_95"])], "{:.2f}".format)
         return here, together([
-            verdict(d, -1, records.noise(t)) for t, d in zip(facts["tokens"], facts["differences"])])
+            verdict(d, -1, records.noise_at(t)) for t, d in zip(facts["tokens"], facts["differences"])])
     return check
 
 

@@ -163,9 +163,9 @@ class Pool:
 
 class Records(Pool):
     """
-    What the results folder holds. As a Pool: family/ and tokens/, with the budget of most runs in family/. pools: {folder:
-    {arm: Pool}} of the folders of ARMS that are there, by length, learning rate and size. left_out: lines that name what was
-    not used, and why.
+    What the results folder holds. As a Pool: family/, with the budget of most runs. curve: Pool of tokens/, and of family/'s
+    where their batch is the same. pools: {folder: {arm: Pool}} of the folders of ARMS that are there, by length, learning rate
+    and size. left_out: lines that name what was not used, and why.
     """
 
     def __init__(self, root):
@@ -174,7 +174,14 @@ class Records(Pool):
             found = f"holds none of {'/, '.join(known)}/" if os.path.isdir(root) else "no such folder"
             raise UserError(f"{root}: {found}; expected the folder of results, such as results/")
         self.root, self.left_out = root, []
-        super().__init__(self.below("family") + self.below("tokens"), self.skip, "family")
+        family, others = self.below("family"), self.below("tokens")
+        super().__init__(family, self.skip)
+        batch = statistics.mode(r.config["tokens_per_iter"] for r in others or family) if others or family else None
+        for run in others:
+            if run.config["tokens_per_iter"] != batch:
+                self.skip(run.name, f"{run.config['tokens_per_iter']:,} tokens_per_iter, most runs of tokens/ have {batch:,}")
+        self.curve = Pool([r for r in family + others if r.config["tokens_per_iter"] == batch], self.skip,
+                          "family" if any(r.config["tokens_per_iter"] == batch for r in family) else "")
         for system in PAPER:
             if not self.points.get((system, self.tokens)):
                 self.skip(f"family/{system}", "no finished run")
@@ -219,8 +226,13 @@ class Records(Pool):
         return pool.noise(base=base) or noise(
             d for p in like for d in p.deviations(p.losses, p.tokens, base)) or self.noise(pool.tokens, base)
 
+    def noise_at(self, tokens, base="vanilla"):
+        """noise(tokens, base) of curve, or of family/."""
+        return self.curve.noise(tokens, base) or self.noise(tokens, base)
+
     def skip(self, name, reason):
-        self.left_out.append(f"{name}: {reason}")
+        if (line := f"{name}: {reason}") not in self.left_out:  # a run of family/ is in two pools
+            self.left_out.append(line)
 
     def json(self, name):
         """The content of that file of the results folder, or None."""

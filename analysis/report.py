@@ -6,7 +6,8 @@ The reproduction's report: all tables and pictures from the records in results/,
 Reads config.json and log.jsonl of runs, as train.py wrote them, and the JSON of other analyses; no checkpoints:
 
     family/SYSTEM/seedSEED/                      all systems at one number of tokens (a budget)
-    tokens/BUDGET/SYSTEM/seedSEED/               other budgets, each with a schedule of its own that is fully decayed
+    tokens/BUDGET/SYSTEM/seedSEED/               several budgets, each with a schedule of its own that is fully decayed;
+                                                 where the batch is the same, family/'s beside them
     mechanism/NAME.json of concentration, similarity, spectrum, lambdas, mapping and lastword, those of other seeds in folders
                                                  below, and runs/ with the records of their runs, where these are not in family/
     sizes/SIZE/SYSTEM/seedSEED/                  and so kv/, lengths/, rates/, ablations/, as their configs in config/ say
@@ -92,10 +93,15 @@ def origin(where, runs):
             f"{all_of('dtype')}, torch {all_of('torch')}, code {all_of('code')}.") if runs else f"Made from {where}."
 
 
-def noise_said(sd, folder="family"):
+def folders(runs):
+    """Those of the results, in words: tokens/ and family/."""
+    return " and ".join(sorted({re.split(r"[/\\]", r.name)[0] + "/" for r in runs}, reverse=True))
+
+
+def noise_said(sd, where="family/"):
     if not sd:
         return "No system has two paired seeds: the noise between seeds is not known."
-    return (f"From seed to seed a difference to vanilla in {folder}/ has a standard deviation of {sd['std']:.4f} (pooled over "
+    return (f"From seed to seed a difference to vanilla in {where} has a standard deviation of {sd['std']:.4f} (pooled over "
             f"systems, {sd['df']} degree{'s' * (sd['df'] > 1)} of freedom, as they share vanilla's runs).")
 
 
@@ -194,12 +200,12 @@ def power_law(tokens, differences):
 
 def against_tokens(records):
     """The difference to vanilla at every budget of the systems that have several."""
-    numbers, rows, series, bands, points, used = {}, [], {}, {}, {}, []
-    for system in records.systems(None):
-        found = {t: d for t in records.budgets(system) if (d := records.difference(system, "vanilla", t))}
+    pool, numbers, rows, series, bands, points, used = records.curve, {}, [], {}, {}, {}, []
+    for system in pool.systems(None):
+        found = {t: d for t in pool.budgets(system) if (d := pool.difference(system, "vanilla", t))}
         if len(found) < 2 or system == "vanilla":
             continue
-        used += [p.run for t in found for s in (system, "vanilla") for p in records.at(s, t).values() if p.run not in used]
+        used += [p.run for t in found for s in (system, "vanilla") for p in pool.at(s, t).values() if p.run not in used]
         means = [d["mean"] for d in found.values()]
         law = power_law(list(found), means)
         far = dict(zip(("mean", "low", "high"), law[1](PAPER_TOKENS))) if law else None
@@ -221,12 +227,12 @@ def against_tokens(records):
         return None
     largest = max(t for f in numbers.values() for t in f["tokens"])
     return Section(
-        "Difference against tokens", origin("tokens/ and family/", used), numbers,
+        "Difference against tokens", origin(folders(used), used), numbers,
         ["system", "tokens", "difference [95 %]", "seeds", "paper"], rows,
         [f"The last row of a system is an extrapolation far outside of the data: {PAPER_TOKENS / largest:.0f} times the "
          "largest budget. It is a straight line fitted to ln |difference| against ln tokens, |difference| = a D^-b, every "
          "budget counting alike; its interval is the 95 % prediction interval by Student's t from the residuals, which knows "
-         "nothing of a wrong form.", noise_said(records.noise())],
+         "nothing of a wrong form.", noise_said(*((sd, folders(used)) if (sd := pool.noise()) else (records.noise(),)))],
         [dict(series=series, bands=bands, points=points, x="tokens", y=UNIT, log="x", zero=True,
               title="points: runs; lines: fits, extrapolated to 20B tokens, from three budgets on")],
         "Does the gain last? Lines and bands (95 % prediction) beyond the points are extrapolation; a band is left out where "
@@ -256,21 +262,21 @@ def unpaired(sd, n):
 
 def data_saving(records):
     """Tokens that a system needs for vanilla's final loss at each budget."""
-    numbers, rows, series, used, hurried = {}, [], {}, [], {}
-    for system in records.systems(None):
-        budgets = [t for t in records.budgets(system) if records.at("vanilla", t)]
+    pool, numbers, rows, series, used, hurried = records.curve, {}, [], {}, [], {}
+    for system in pool.systems(None):
+        budgets = [t for t in pool.budgets(system) if pool.at("vanilla", t)]
         # the same seeds at every budget: else a curve would bend where another seed begins
-        seeds = set.intersection(*(set(records.at(s, t)) for t in budgets for s in (system, "vanilla"))) if budgets else ()
+        seeds = set.intersection(*(set(pool.at(s, t)) for t in budgets for s in (system, "vanilla"))) if budgets else ()
         if len(budgets) < 2 or not seeds or system == "vanilla":
             continue
-        used += [p.run for t in budgets for s in (system, "vanilla") for p in records.at(s, t).values() if p.run not in used]
-        base, own = ([statistics.fmean(records.at(s, t)[seed].end["val_mean"] for seed in seeds) for t in budgets]
+        used += [p.run for t in budgets for s in (system, "vanilla") for p in pool.at(s, t).values() if p.run not in used]
+        base, own = ([statistics.fmean(pool.at(s, t)[seed].end["val_mean"] for seed in seeds) for t in budgets]
                      for s in ("vanilla", system))
         series["vanilla"], series[system] = [(budgets, base)], [(budgets, own)]
         for s in ("vanilla", system):
-            hurried.update({(t, s): d for t in budgets if (d := records.hurried(s, t)) and d["mean"] > 0})
+            hurried.update({(t, s): d for t in budgets if (d := pool.hurried(s, t)) and d["mean"] > 0})
         numbers[system] = {"seeds": sorted(seeds), "budgets": [
-            {"tokens": t, "loss": loss, **horizontal(budgets, own, t, loss, unpaired(records.noise(t, None), len(seeds)))}
+            {"tokens": t, "loss": loss, **horizontal(budgets, own, t, loss, unpaired(records.noise_at(t, None), len(seeds)))}
             for t, loss in zip(budgets, base)]}
         for b in numbers[system]["budgets"]:  # the budgets whose losses it is read off between
             at = b["tokens"] * (1 - (b["saving"] or 0))
@@ -283,7 +289,7 @@ def data_saving(records):
         return None
     late = ", ".join(f"{s} at {billions(t)}: {d['mean']:+.3f}" for (t, s), d in sorted(hurried.items()))
     return Section(
-        "Data saving", origin("tokens/ and family/", used), numbers,
+        "Data saving", origin(folders(used), used), numbers,
         ["system", "budget", "vanilla's loss", "saving", "95 % interval", "seeds"], rows,
         ["Saving: 1 - D* / D, where the system's loss at D* is vanilla's final loss at the budget D (mean over sources; only "
          "runs that are fully decayed; linear in ln tokens between budgets; none where the loss rises with tokens). A * marks "
@@ -436,7 +442,7 @@ def compared(records, folder, title, arm="", more=None, notes=(), panels=(), cap
         title, origin(f"{folder}/", [run for pool in pools.values() for run in pool.runs()]),
         {"arms": arms, "noise": sd, **(extra or {})},
         [*[arm] * bool(arm), "system", "tokens", "mean over sources", "difference [95 %]", "seeds", *(more or {})], rows,
-        [*notes, noise_said(sd, folder)], list(panels), caption)
+        [*notes, noise_said(sd, f"{folder}/")], list(panels), caption)
 
 
 def sizes(records):

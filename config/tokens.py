@@ -1,17 +1,17 @@
 """
-An overlay: how the differences to vanilla change with the number of tokens. Each budget is a list of its own, with its own
-schedule, fully decayed; 1,000 iterations are config/family.py's.
+An overlay: how the differences to vanilla change with the number of tokens, 0.07B to 0.86B. Each budget is a list of its own,
+with its own schedule, fully decayed; 2,000 iterations are runs of config/ablations.py.
 
-    for n in 500 2000 3300; do
+    for n in 1000 2000 4000 8000 13100; do
         python train.py config/82M.py config/tokens.py --data=slimpajama --seeds=1337 --max_iters=$n --out_dir=out/tokens/$n
     done
 """
 out_dir = "out/tokens"
-tokens_per_iter = 128 * 2048
-max_iters = 500
-eval_interval = 500
+tokens_per_iter = 32 * 2048  # small steps: 500 of 262,144 tokens leave the loss to the schedule (results/README.md)
+max_iters = 2000
+eval_interval = 1000
 warmup_iters = 120
-batch_size = 64  # 24 GB; with eval_iters = 20 our validation bins are evaluated whole
+eval_iters = 40  # of batch_size windows: our validation bins whole
 runs = {
     "vanilla": {},
     "identity": {"value_residual": True},

@@ -178,6 +178,29 @@ def test_two_budgets_are_not_extrapolated(make):
         assert {"plus is below vanilla", "identity's difference at 20B tokens"} <= set(missing) <= set(verdicts(content))
 
 
+def test_budgets_of_another_batch_than_familys_are_a_curve_of_their_own(make):
+    """Else a curve would bend where the batch changes. A run of yet another batch is named."""
+    less = 0.3 * math.log(0.8)
+    write_family(make.root, {"identity": -1.0, "svformer": -1.0})
+    for iters in (20, 40, 80):
+        loss = vanilla_loss(iters * PER_ITER / 2)
+        for system, delta in (("vanilla", 0.0), ("identity", less), ("svformer", 0.01 * iters)):
+            write_run(make.root / "tokens" / str(iters) / system / "seed1337", 1337, iters, loss + delta,
+                      tokens_per_iter=PER_ITER // 2)
+    write_run(make.root / "tokens/5/identity/seed1337", 1337, 5, 9.0, tokens_per_iter=4 * PER_ITER)
+    content, text, _, err = make()
+    assert content["family"]["systems"]["identity"]["difference"]["mean"] == pytest.approx(-1.01, abs=1e-3)
+    facts = content["tokens"]["identity"]
+    assert facts["tokens"] == [10_000, 20_000, 40_000]
+    assert [d["mean"] for d in facts["differences"]] == pytest.approx([less] * 3)
+    assert [b["saving"] for b in content["saving"]["identity"]["budgets"]] == pytest.approx([0.2] * 3, abs=1e-4)
+    assert text.count("Made from tokens/: 9 runs") == text.count("Made from tokens/: 9 runs, seeds 1337;") == 2
+    assert err.count("left out: tokens/5/identity/seed1337: 4,000 tokens_per_iter, most runs of tokens/ have 500") == 1
+    claim = next(c for c in content["claims"] if c["claim"] == "vanilla overtakes SVFormer later on")
+    assert claim["here"].startswith("final difference +0.8000, 4e-05B tokens, 1 seed")  # the longest run, not family's
+    assert claim["verdict"] == "holds partly"  # by family's noise
+
+
 def test_data_saving(make):
     """identity(D) = vanilla(D / 0.8): 20 % less data, wherever that lies between budgets (vanilla is a line in ln D)."""
     less = 0.3 * math.log(0.8)
