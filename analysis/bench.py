@@ -17,6 +17,7 @@ measured. Compare numbers of one table only: cards and loads differ.
 import contextlib
 import dataclasses
 import gc
+import hashlib
 import importlib.util
 import json
 import os
@@ -33,6 +34,7 @@ import torch
 import kernels
 import prepare
 import train
+from analysis import common
 from configurator import UserError, at_least, command, configure, out_of_memory
 from model import GPT, KVCache
 
@@ -120,7 +122,7 @@ def check_nanogpt(config):
     tiny = dict(n_layer=1, n_head=1, n_embd=8, device="cpu", dtype="float32", compile=False)
     try:
         nanogpt_step(dataclasses.replace(config, **tiny))[0](torch.zeros(1, 3, dtype=torch.int64))
-    except Exception as e:  # another's code: of any kind
+    except (Exception, SystemExit) as e:  # another's code: of any kind
         raise UserError(f"--nanogpt={config.nanogpt}: expected a checkout of nanoGPT with its model.py "
                         f"({type(e).__name__}: {e})") from None
 
@@ -388,6 +390,27 @@ def line(name, r):
             + f"  {r['micro_steps']} x {r['batch_size']} x {r['block_size']}  warm-up {r['warm_up_s']:.0f} s")
 
 
+PEERS = {"nanogpt": ["model.py"], "gpt_fast": ["generate.py", "model.py"]}  # the files of each that are used
+
+
+def fingerprint(folder, files):
+    digest = hashlib.sha256()
+    for name in files:
+        with open(os.path.join(folder, name), "rb") as f:
+            digest.update(f.read())
+    return digest.hexdigest()[:12]
+
+
+def read_tables(path):
+    if not os.path.exists(path):
+        return {}
+    try:
+        with open(path, encoding="utf-8") as f:
+            return dict(json.load(f))
+    except (ValueError, TypeError):
+        raise UserError(f"{path}: not written by analysis.bench, or damaged; move it away") from None
+
+
 def main():
     config = configure(Config, sys.argv[1:])
     at_least(config, 1, "steps", "warm_steps", "micro_steps", "num_proc")
@@ -395,27 +418,25 @@ def main():
     if config.shards and config.decode:
         raise UserError(f"--shards={config.shards}: is for preparing: leave --decode out")
     kind = "preparing" if config.shards else "decoding" if config.decode else "training"
-    for option, file, of in (("nanogpt", "model.py", "training"), ("plain", "", "training"), ("batch_sizes", "", "training"),
-                             ("gpt_fast", "generate.py", "decoding"), ("kv_length", "", "decoding")):
+    for option, of in dict(nanogpt="training", plain="training", batch_sizes="training", gpt_fast="decoding",
+                           kv_length="decoding").items():
         value = getattr(config, option)
         if value and of != kind:
             raise UserError(f"--{option}={value}: is for {of}, and these options ask for {kind}")
-        if value and file and not os.path.isfile(os.path.join(value, file)):
-            raise UserError(f"--{option}={value}: expected a checkout with its {file}")
+        for file in PEERS.get(option, ()) if value else ():
+            if not os.path.isfile(os.path.join(value, file)):
+                raise UserError(f"--{option}={value}: expected a checkout with its {file}")
     torch.set_float32_matmul_precision("high")
     resolved = train.resolve(config, train.World())
     if config.kv_length and not resolved.device.startswith("cuda"):
         raise UserError(f"--kv_length={config.kv_length}: fills a GPU's memory, and there is none: leave it out")
     card = torch.cuda.get_device_name() if resolved.device.startswith("cuda") else "cpu"
     path = os.path.join(config.out_dir, re.sub(r"[^a-z0-9]+", "-", card.lower()) + ".json")
+    common.check_writable(config.out_dir)
     os.makedirs(config.out_dir, exist_ok=True)
-    tables, rows, done = {}, {}, False
-    if os.path.exists(path):
-        try:
-            with open(path, encoding="utf-8") as f:
-                tables = dict(json.load(f))
-        except (ValueError, TypeError):
-            raise UserError(f"{path}: not written by analysis.bench, or damaged; move it away") from None
+    read_tables(path)  # a damaged one is told before anything is measured
+    peers = {name: fingerprint(folder, files) for name, files in PEERS.items() if (folder := getattr(config, name))}
+    rows, done = {}, False
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a scheduler's end is a Ctrl-C
     try:
         {"training": training, "decoding": decoding, "preparing": preparing}[kind](config, rows)
@@ -423,11 +444,13 @@ def main():
     finally:  # also what was measured before an end or an error, but not in place of a table that was finished
         words = [w for w in sys.argv[1:] if not w.startswith("--out_dir")]
         key = " ".join(re.sub(r"^(--(?:nanogpt|gpt_fast|shards))=.*", r"\1=PATH", w) for w in words)
+        tables = read_tables(path)  # another bench may have added to it meanwhile
         if rows and (done or key not in tables or not tables[key].get("finished", True)):
             tables[key] = dict(
                 finished=done, device=card, torch=torch.__version__, cuda=torch.version.cuda,
                 cudnn=torch.backends.cudnn.version(), triton=kernels.triton and kernels.triton.__version__,
-                dtype=resolved.dtype, compile=resolved.compile, cores=os.cpu_count(), rows=rows)
+                dtype=resolved.dtype, compile=resolved.compile, cores=os.cpu_count(),
+                peers=peers, rows=rows)
             train.write_json(path, tables)
             print(f"{card}, torch {torch.__version__}, {resolved.dtype}; wrote {path}")
 

@@ -1,6 +1,7 @@
 """analysis.bench: its tables at tiny size, its record, and what it refuses. test_readme.py has the figures."""
 import copy
 import dataclasses
+import hashlib
 import json
 import os
 import signal
@@ -58,6 +59,7 @@ def test_training_beside_the_plain_path_and_a_peer(tmp_path, capsys, monkeypatch
         code, out, err = run_command(bench, capsys, monkeypatch, *args)
         assert code == 0, err
     (key, table), = record().items()
+    assert table["peers"] == {"nanogpt": hashlib.sha256(NANOGPT.encode()).hexdigest()[:12]}
     assert "--nanogpt=PATH" in key and "b/" not in key and table["torch"] and table["device"] == "cpu"
     assert list(table["rows"]) == ["a", "a, plain", "b", "b, plain", "nanoGPT", "a, again"]
     for name, r in table["rows"].items():
@@ -240,6 +242,8 @@ def test_both_read_the_same_parts(tmp_path, capsys, monkeypatch):
     (["--shards=x", "--batch_sizes=2"], "is for training"), (["--nanogpt=nowhere"], "expected a checkout with its model.py"),
     (["--decode=2", "--gpt_fast=nowhere"], "expected a checkout with its generate.py"),
     (["--nanogpt=bad"], "--nanogpt=bad: expected a checkout of nanoGPT"), (["--seeds=1,2"], "--seeds=1,2"),
+    (["--nanogpt=exits"], "--nanogpt=exits: expected a checkout of nanoGPT"),
+    (["--out_dir=exits/model.py"], "can't be written"),
     (["--nanogpt=odd"], "--nanogpt=odd: expected a checkout of nanoGPT"), (["--decode=2", "--kv_length=9"], "--kv_length=9"),
     (["--batch_sizes=0"], "--batch_sizes=0"),
     (["--batch_sizes=2,a"], "--batch_sizes=2,a"), (["--steps=0"], "--steps=0"), (["--out_dir=broken"], "broken/cpu.json: not"),
@@ -247,6 +251,8 @@ def test_both_read_the_same_parts(tmp_path, capsys, monkeypatch):
 def test_refused_with_one_line_before_anything_is_measured(args, words, tmp_path, capsys, monkeypatch):
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad/model.py").write_text("import no_such_module\n")
+    (tmp_path / "exits").mkdir()
+    (tmp_path / "exits/model.py").write_text("raise SystemExit(3)\n")
     (tmp_path / "odd").mkdir()
     (tmp_path / "odd/model.py").write_text(NANOGPT.replace("nn.Linear(config.n_embd", "nn.Linear(3"))
     for name, text in (("broken", "{"), ("list", "[1]")):
@@ -303,3 +309,14 @@ def test_a_finished_table_is_not_replaced_by_half_a_one(capsys, monkeypatch):
     assert [n for t in finished.values() for n in t["rows"]] == ["a", "b", "a, again"]
     assert two_runs(capsys, monkeypatch, lambda c: c.value_residual, KeyboardInterrupt)[0] == 130
     assert record() == finished
+
+
+def test_a_table_that_another_bench_wrote_meanwhile_stays(capsys, monkeypatch):
+    other = {"another": {"finished": True, "rows": {}}}
+
+    def meanwhile(config):
+        os.makedirs("b", exist_ok=True)
+        with open("b/cpu.json", "w") as f:
+            json.dump(other, f)
+    assert two_runs(capsys, monkeypatch, meanwhile, None)[0] == 0
+    assert len(record()) == 2 and record()["another"] == other["another"]
