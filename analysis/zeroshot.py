@@ -163,15 +163,15 @@ def harness(config):
         raise UserError(f"this needs EleutherAI's lm-evaluation-harness ({e}): pip install lm-eval") from None
     if config.include_path and not os.path.isdir(config.include_path):
         raise UserError(f"--include_path={config.include_path}: no such folder; give one with a YAML file per task")
-    manager = TaskManager(include_path=config.include_path or None)
     names = [t.strip() for t in config.tasks.split(",") if t.strip()]
+    if not names:
+        raise UserError("--tasks is empty: give names of the harness' tasks, as piqa,arc_easy")
+    manager = TaskManager(include_path=config.include_path or None)  # reads thousands of files, which takes seconds
     for name in names:
         if name not in manager.all_tasks:
             close = difflib.get_close_matches(name, manager.all_tasks, n=3)
             raise UserError(f"--tasks: the harness (lm-eval {lm_eval.__version__}) has no {name!r}"
                             + (f"; did you mean {', '.join(close)}?" if close else "; give its folder with --include_path"))
-    if not names:
-        raise UserError("--tasks is empty: give names of the harness' tasks, as piqa,arc_easy")
     return lm_eval, manager, names
 
 
