@@ -686,9 +686,10 @@ class Bin:
         """64 evenly spaced pages of 2,048 ids, for a fingerprint in constant time."""
         if not self.tokens:
             return np.empty(0, self.dtype)
-        ids = np.memmap(self.path, self.dtype, mode="r", shape=(self.tokens,))
-        starts = np.linspace(0, max(0, self.tokens - 2048), 64).astype(int)
-        return np.concatenate([ids[s:s + 2048] for s in np.unique(starts)])
+        starts = np.unique(np.linspace(0, max(0, self.tokens - 2048), 64).astype(int))
+        n, size = min(2048, self.tokens), np.dtype(self.dtype).itemsize
+        # read, not mapped: a page fault may fetch much more than its page
+        return np.concatenate([np.fromfile(self.path, self.dtype, n, offset=int(start) * size) for start in starts])
 
 
 class Data:

@@ -374,13 +374,18 @@ def write_whole(path, save):
             time.sleep(1)  # a network disk's hiccup must not end a long run
 
 
-def code():
-    """A fingerprint of the files that decide what a run computes: records of one list may be from different versions."""
+def fingerprint(folder, names):
+    """Of the folder's files of these names: records may be from different versions of them."""
     digest = hashlib.sha256()
-    for name in ("model.py", "kernels.py", "prepare.py", "train.py"):
-        with open(os.path.join(REPO, name), "rb") as f:
+    for name in names:
+        with open(os.path.join(folder, name), "rb") as f:
             digest.update(f.read())
     return digest.hexdigest()[:12]
+
+
+def code():
+    """The fingerprint of the files that decide what a run computes."""
+    return fingerprint(REPO, ("model.py", "kernels.py", "prepare.py", "train.py"))
 
 
 def write_json(path, content):

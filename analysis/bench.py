@@ -17,7 +17,6 @@ measured. Compare numbers of one table only: cards and loads differ.
 import contextlib
 import dataclasses
 import gc
-import hashlib
 import importlib.util
 import json
 import os
@@ -393,14 +392,6 @@ def line(name, r):
 PEERS = {"nanogpt": ["model.py"], "gpt_fast": ["generate.py", "model.py"]}  # the files of each that are used
 
 
-def fingerprint(folder, files):
-    digest = hashlib.sha256()
-    for name in files:
-        with open(os.path.join(folder, name), "rb") as f:
-            digest.update(f.read())
-    return digest.hexdigest()[:12]
-
-
 def read_tables(path):
     if not os.path.exists(path):
         return {}
@@ -435,7 +426,7 @@ def main():
     common.check_writable(config.out_dir)
     os.makedirs(config.out_dir, exist_ok=True)
     read_tables(path)  # a damaged one is told before anything is measured
-    peers = {name: fingerprint(folder, files) for name, files in PEERS.items() if (folder := getattr(config, name))}
+    peers = {name: train.fingerprint(folder, files) for name, files in PEERS.items() if (folder := getattr(config, name))}
     rows, done = {}, False
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a scheduler's end is a Ctrl-C
     try:

@@ -226,13 +226,14 @@ def against_tokens(records):
     if not rows:
         return None
     largest = max(t for f in numbers.values() for t in f["tokens"])
+    said_of_noise = noise_said(sd, folders(used)) if (sd := pool.noise()) else noise_said(records.noise())
     return Section(
         "Difference against tokens", origin(folders(used), used), numbers,
         ["system", "tokens", "difference [95 %]", "seeds", "paper"], rows,
         [f"The last row of a system is an extrapolation far outside of the data: {PAPER_TOKENS / largest:.0f} times the "
          "largest budget. It is a straight line fitted to ln |difference| against ln tokens, |difference| = a D^-b, every "
          "budget counting alike; its interval is the 95 % prediction interval by Student's t from the residuals, which knows "
-         "nothing of a wrong form.", noise_said(*((sd, folders(used)) if (sd := pool.noise()) else (records.noise(),)))],
+         "nothing of a wrong form.", said_of_noise],
         [dict(series=series, bands=bands, points=points, x="tokens", y=UNIT, log="x", zero=True,
               title="points: runs; lines: fits, extrapolated to 20B tokens, from three budgets on")],
         "Does the gain last? Lines and bands (95 % prediction) beyond the points are extrapolation; a band is left out where "

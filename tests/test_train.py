@@ -1059,7 +1059,7 @@ def test_missing_bin_and_missing_folder(data, capsys):
 
 
 def test_a_corpus_of_any_size_starts_and_resumes_at_once(data):
-    """Bins with a hole of a tebibyte after their text: the first evaluation, a step and a resume; reading it takes minutes."""
+    """Bins with a hole of a tebibyte after their text: the first evaluation, a step and a resume take no longer."""
     shutil.copytree(data, "bins")
     meta = json.load(open("bins/meta.json"))
     for name in ("train", "val"):
@@ -1070,9 +1070,9 @@ def test_a_corpus_of_any_size_starts_and_resumes_at_once(data):
         meta["bins"][name] = (1 << 40) // np.dtype(meta["dtype"]).itemsize
     json.dump(meta, open("bins/meta.json", "w"))
     for iters in (1, 2):
-        began = time.process_time()  # not the clock: other jobs may run beside this one
+        began = time.perf_counter()
         assert go("--data=bins", "--out_dir=o", f"--max_iters={iters}") == 0
-        assert time.process_time() - began < 20
+        assert time.perf_counter() - began < 5
     assert len(losses("o")) == 2
 
 
