@@ -162,7 +162,8 @@ def saves_data(system):
 def half_cache(records, numbers):
     """An identity of the code, not a measurement: no interval, no seeds."""
     cache = {s: of["kv_bytes_per_token"] for s, of in numbers.get("family", {}).get("systems", {}).items()}
-    cache = {**numbers.get("mechanism", {}).get("kv_bytes_per_token", {}), **cache}
+    for x in numbers.get("mechanism", {}).get("of_runs", {}).values():
+        cache = {**x["kv_bytes_per_token"], **cache}
     if not {"vanilla", "svformer"} <= set(cache):
         return "", NOT_TESTABLE
     ratio = cache["svformer"] / cache["vanilla"]
@@ -170,25 +171,39 @@ def half_cache(records, numbers):
     return here, HOLDS if ratio < 0.6 else NOT_SEEN
 
 
-def mechanism_differs(name, sign, shown=lambda vanilla, numbers: 2, effect=""):
+def analysed(numbers, name, *systems):
     """
-    A system's number against vanilla's, over seeds, of family/'s runs, or where it was not taken of those of tokens/ that saw
-    the most. shown: whether vanilla has the effect that is to be weaker: 0 no, then there is nothing to test; 1 less than in
-    the paper, then the claim holds partly at best; 2 yes.
+    Of report.mechanism's number of that name, {folder of runs: {"tokens", "of": {system: {seed: value}}}} where these systems
+    have it of a common seed: first the runs whose vanilla ended with the lowest loss, which claims are about.
+    """
+    found = {home: {"tokens": x["tokens"], "of": x["systems"][name]}
+             for home, x in numbers.get("mechanism", {}).get("of_runs", {}).items()}
+    return {home: x for home, x in found.items() if set.intersection(*(set(x["of"].get(s, ())) for s in systems))}
+
+
+def seen(tokens):
+    return "" if tokens is None else f", {billions(tokens)} tokens"
+
+
+def mechanism_differs(name, sign, shown=lambda vanilla, uniform: 2, effect=""):
+    """
+    A system's number against vanilla's, over seeds, beside the noise of these runs, or of others where these have one seed.
+    shown: whether vanilla has the effect that is to be weaker: 0 no, then there is nothing to test; 1 less than in the paper,
+    then the claim holds partly at best; 2 yes.
     """
     def check(_, numbers):
-        main = numbers.get("mechanism", {})
-        for m in (main, *reversed(main.get("others", {}).values())):
-            of = m.get("systems", {}).get(name, {})
-            if d := difference(of.get("identity", {}), of.get("vanilla", {})):
-                break
-        else:
+        found = analysed(numbers, name, "identity", "vanilla")
+        if not found:
             return "", NOT_TESTABLE
-        vanilla = of["vanilla"]
-        sd = noise(difference(own, vanilla) for s, own in of.items() if s != "vanilla")
-        here = f"{statistics.fmean(of['identity'].values()):.4g} against vanilla's {statistics.fmean(vanilla.values()):.4g}; " \
-            f"{described(d, m['tokens'])}"
-        level, v = shown(statistics.fmean(vanilla.values()), main), verdict(d, sign, sd)
+        home, x = next(iter(found.items()))
+        own, vanilla = x["of"]["identity"], x["of"]["vanilla"]
+        d = difference(own, vanilla)
+        noises = (noise(difference(values, of["vanilla"]) for s, values in of.items() if s != "vanilla")
+                  for of in (x["of"] for x in found.values()))
+        sd = next(filter(None, noises), None)
+        means = statistics.fmean(own.values()), statistics.fmean(vanilla.values())
+        here = f"{means[0]:.4g} against vanilla's {means[1]:.4g}; {described(d, x['tokens'])}, {home}/"
+        level, v = shown(means[1], numbers["mechanism"]["uniform_first_importance"] or 0), verdict(d, sign, sd)
         if level == 2:
             return here, v
         return (f"vanilla has {'hardly a' if level else 'no'} {effect}: {here}",
@@ -198,19 +213,19 @@ def mechanism_differs(name, sign, shown=lambda vanilla, numbers: 2, effect=""):
 
 def larger_spectrum(_, numbers):
     """The largest eigenvalue per layer; the paper doesn't say of which values, so of own and mixed ones; one seed: partly."""
-    m = numbers.get("mechanism", {})
-    of = m.get("systems", {}).get("eigenvalues", {})
-    cells, verdicts = [], []
+    found = analysed(numbers, "eigenvalues", "identity", "vanilla")
+    if not found:
+        return "", NOT_TESTABLE
+    home, x = next(iter(found.items()))
+    vanilla, cells, verdicts = x["of"]["vanilla"], [], []
     for name in ("identity", "identity mixed"):
-        shares = {seed: statistics.fmean(layers[n] > of["vanilla"][seed][n] for n in layers if n in of["vanilla"][seed])
-                  for seed, layers in of.get(name, {}).items() if seed in of.get("vanilla", {})}
+        shares = {seed: statistics.fmean(layers[n] > vanilla[seed][n] for n in layers if n in vanilla[seed])
+                  for seed, layers in x["of"].get(name, {}).items() if seed in vanilla}
         if shares:
             share = statistics.fmean(shares.values())
             cells.append(f"{'mixed' if 'mixed' in name else 'own'} values: larger in {share:.0%} of layers")
             verdicts.append(NOT_SEEN if share <= 0.5 else HOLDS if min(shares.values()) > 0.5 and len(shares) > 1 else PARTLY)
-    if cells and m["tokens"]:
-        cells.append(f"{billions(m['tokens'])} tokens")
-    return "; ".join(cells), together(verdicts)
+    return "; ".join(cells) + seen(x["tokens"]) + f", {home}/", together(verdicts)
 
 
 def grows(weight):
@@ -228,12 +243,14 @@ def grows(weight):
 
 def maps_like_cross_layer(_, numbers):
     """In every layer, and every run: more than one."""
-    m = numbers.get("mechanism", {})
-    runs = list(m.get("systems", {}).get("mapping_layers", {}).get("vanilla", {}).values())
-    if not (layers := [x > 0 for run in runs for x in run]):
+    found = analysed(numbers, "mapping_layers", "vanilla")
+    if not found:
         return "", NOT_TESTABLE
+    home, x = next(iter(found.items()))
+    runs = list(x["of"]["vanilla"].values())
+    layers = [gap > 0 for run in runs for gap in run]
     here = f"in {sum(layers)} of {len(layers)} layers" + f" of {len(runs)} runs" * (len(runs) > 1)
-    here += f", {billions(m['tokens'])} tokens" * bool(m["tokens"]) + ", 1 seed" * (len(runs) == 1)
+    here += seen(x["tokens"]) + ", 1 seed" * (len(runs) == 1) + f", {home}/"
     return here, NOT_SEEN if sum(layers) * 2 <= len(layers) else HOLDS if all(layers) and len(runs) > 1 else PARTLY
 
 
@@ -346,14 +363,13 @@ CLAIMS = [
       for s in ("identity", "sparse")),
     Claim("SVFormer nearly halves the KV cache", "(L+1)/2L of it", half_cache),
     Claim("attention concentrates on token 1 less in ResFormer (identity)", "a sink in vanilla only", mechanism_differs(
-        "first_importance", -1, lambda x, m: (x > (m["uniform_first_importance"] or 0)) + (
-            x > 2 * (m["uniform_first_importance"] or 0)), "sink")),
+        "first_importance", -1, lambda x, uniform: (x > uniform) + (x > 2 * uniform), "sink")),
     Claim("token importance is nearer to uniform in ResFormer (identity)", "higher entropy",
           mechanism_differs("entropy_ratio", +1)),
     Claim("value-state drains are weaker in ResFormer (identity)", "token 1 keeps over half of the others' norm",
-          mechanism_differs("value_drain", +1, lambda x, m: (x < 1) + (x < 0.5), "drain")),
+          mechanism_differs("value_drain", +1, lambda x, _: (x < 1) + (x < 0.5), "drain")),
     Claim("hidden-state peaks are smaller in ResFormer (identity)", "under 3 times the mean",
-          mechanism_differs("hidden_peak", -1, lambda x, m: (x > 1) + (x > 3), "peak")),
+          mechanism_differs("hidden_peak", -1, lambda x, _: (x > 1) + (x > 3), "peak")),
     Claim("eigenvalues of values are larger in ResFormer (identity)", "in most layers", larger_spectrum),
     Claim("learned λ1 grows with depth", "yes (v5)", grows(lambda l1, l2: l1)),
     Claim("learned λ1/λ2 grows with depth", "yes", grows(lambda l1, l2: l1 / l2)),

@@ -353,7 +353,7 @@ def beside(records, file):
 def mechanism(records):
     """
     A few numbers per system of what the analyses of checkpoints wrote: of family/'s in mechanism/ and its subfolders, of
-    tokens/N's in mechanism/N.
+    tokens/N's in mechanism/N. The folder of runs whose vanilla ended with the lowest loss comes first.
     """
     pools, uniform = {}, None  # {folder of runs: ({number: {system: {seed: value}}}, {run: common.Run})}
     analyses = list(dict.fromkeys(of for of, *_ in MECHANISM.values()))
@@ -378,22 +378,27 @@ def mechanism(records):
                         runs.setdefault(run, common.Run(os.path.join(records.root, folder), records.root))
         except (KeyError, TypeError, AttributeError, ValueError, UserError) as e:
             records.skip(name, f"not of the form that analysis.{analysis} writes ({e!r})")
-    shown, rows, numbers = [name for name, (_, column, _, _) in MECHANISM.items() if column], [], {}
-    for home, (values, runs) in sorted(pools.items(), key=lambda x: (len(x[0]), x[0])):  # family's first
+    shown, rows, of_runs = [name for name, (_, column, _, _) in MECHANISM.items() if column], [], {}
+    for home, (values, runs) in pools.items():
         budgets = {r.config["tokens_per_iter"] * r.config["max_iters"] for r in runs.values()}
-        tokens = min(budgets) if len(budgets) == 1 else None
-        rows += [[s, billions(tokens) if tokens else "-", *(
-            number(statistics.fmean(of.values()), MECHANISM[n][3]) if (of := values[n].get(s)) else "-" for n in shown)]
-            for s in sorted({s for name in shown for s in values[name]}, key=place)]
-        numbers[home] = {"tokens": tokens, "kv_bytes_per_token": {
-            NAMES.get(k.split("/")[0], k.split("/")[0]): r.config["kv_bytes_per_token"] for k, r in runs.items()},
+        ends = [r.log[1][r.config["max_iters"]]["val_mean"] for r in runs.values() if NAMES.get(
+            os.path.basename(r.system), os.path.basename(r.system)) == "vanilla" and r.config["max_iters"] in r.log[1]]
+        of_runs[home] = {
+            "tokens": min(budgets) if len(budgets) == 1 else None, "vanilla_loss": statistics.fmean(ends) if ends else None,
+            "kv_bytes_per_token": {
+                NAMES.get(k.split("/")[0], k.split("/")[0]): r.config["kv_bytes_per_token"] for k, r in runs.items()},
             "systems": values}
+    of_runs = dict(sorted(of_runs.items(), key=lambda x: math.inf if x[1]["vanilla_loss"] is None else x[1]["vanilla_loss"]))
+    for home, x in of_runs.items():
+        rows += [[f"{home}/", s, billions(x["tokens"]) if x["tokens"] else "-", *(
+            number(statistics.fmean(of.values()), MECHANISM[n][3]) if (of := x["systems"][n].get(s)) else "-" for n in shown)]
+            for s in sorted({s for name in shown for s in x["systems"][name]}, key=place)]
     if not rows:
         return None
     return Section(
         "Mechanism", origin("mechanism/", [r for _, runs in pools.values() for r in runs.values()]),
-        {"uniform_first_importance": uniform, **numbers.pop(min(numbers)), "others": numbers},
-        ["system", "tokens", *(MECHANISM[n][1] for n in shown)], rows,
+        {"uniform_first_importance": uniform, "of_runs": of_runs},
+        ["runs", "system", "tokens", *(MECHANISM[n][1] for n in shown)], rows,
         ["Means over seeds. An entropy ratio above 1 is flatter than uniform causal attention's. Windows begin anywhere in a "
          "text, so token 1 is another in each. Value norms are of what is attended to (mixed values in ResFormer); the "
          "spectrum is of a layer's own values, and of the mixed ones in rows named so."

@@ -123,6 +123,12 @@ def test_family_table_is_the_measured_one():
         assert f"| {system} | {x['val_mean']:.4f} | {cells} | {len(x['seeds'])} | {paper} |" in table
         assert d is None or (1.5 < x["difference_halfway"]["mean"] / d["mean"] < 2.4) == (system != "denseformer")  # "halve"
     assert report["family"]["tokens"] == 262144000
+    ends = [train.read_log(os.path.join(REPO, "results", f"{where}/vanilla/seed1337"))[1][i]["val_mean"]
+            for where, i in (("tokens/4000", 4000), ("family", 1000))]
+    small = {s: next(d["mean"] for t, d in zip(x["tokens"], x["differences"]) if t == 262144000 and len(d["seeds"]) == 1)
+             for s, x in report["tokens"].items() if s in report["family"]["systems"]}
+    words = "vanilla to {:.3f} instead of {:.3f}, and the differences to {:.3f} (identity), {:.3f} (sparse) and {:.3f} (SVF"
+    assert words.format(*ends, *small.values()) in " ".join(table.split())
 
 
 def test_speeds_of_the_first_runs_are_the_logged_ones():
@@ -166,10 +172,10 @@ def test_performance_blocks_are_the_measured_ones():
 def test_ratios_are_those_of_the_blocks():
     """A column for each card, from the table of its kind: the plain variant and nanoGPT at both sizes, and the mixing."""
     cards = [measured(f"{name}.json") for name in ("nvidia-h200", "earlier/nvidia-h200", "earlier/nvidia-h200-second",
-                                                   "nvidia-h100-80gb-hbm3")]
+                                                   "earlier/nvidia-h200-third", "nvidia-h100-80gb-hbm3")]
 
     def rows(card, start, word):
-        return next(t["rows"] for command, t in card.items() if command.startswith(start) and word in command)
+        return next((t["rows"] for command, t in card.items() if command.startswith(start) and word in command), {})
 
     def ratio(t, key, other):
         return f"{t['ours'][key] / t[other][key]:.2f} ×" if other in t else "-"
@@ -181,7 +187,9 @@ def test_ratios_are_those_of_the_blocks():
     tables = [rows(card, "config/82M.py config/systems.py", "") for card in cards]
     for system in ("identity", "learnable", "plus", "svformer"):
         assert f"| {system}: step time over vanilla's | " + " | ".join(
-            f"{(t[system]['step_ratio'] - 1) * 100:+.1f} %" for t in tables) in PERFORMANCE
+            f"{(t[system]['step_ratio'] - 1) * 100:+.1f} %" if t else "-" for t in tables) in PERFORMANCE
+    best = [next(iter(rows(cards[0], f"config/{size}.py --plain", "").values())) for size in ("82M", "468M")]
+    assert f"({best[0]['tokens_per_s'] / 1e6:.2f}M and {best[1]['mfu'] * 100:.1f} %)" in PERFORMANCE
     full = rows(cards[-1], "config/82M.py --plain", "")["ours"]["mfu"]
     kept = [rows(cards[-1], f"config/82M.py --block_size={n} ", "")["ours"]["mfu"] / full for n in (8192, 32000, 64000)]
     assert "82M keeps {:.0f}, {:.0f} and {:.0f} % of the H100's MFU".format(*(x * 100 for x in kept)) in PERFORMANCE

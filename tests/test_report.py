@@ -327,7 +327,8 @@ def test_other_folders_leave_the_repositorys_readme_alone(make, monkeypatch):
 
 
 def test_mechanism_of_the_wrong_form_is_named(make):
-    shutil.copytree(os.path.join(COMMITTED, "mechanism"), make.root / "mechanism", ignore=shutil.ignore_patterns("seed*"))
+    shutil.copytree(os.path.join(COMMITTED, "mechanism"), make.root / "mechanism",
+                    ignore=shutil.ignore_patterns("seed*", "4000"))
     (make.root / "mechanism/similarity.json").write_text('{"models": {"vanilla": []}}')
     (make.root / "mechanism/mapping.json").write_text('{"models": {"seed7": {}}}')
     (make.root / "mechanism/lambdas.json").write_text("{")
@@ -336,7 +337,8 @@ def test_mechanism_of_the_wrong_form_is_named(make):
     for name, words in (("similarity", "not of the form"), ("lambdas", "no JSON"), ("spectrum", "not there"),
                         ("mapping", "names no system")):
         assert any(line.startswith(f"mechanism/{name}.json: ") and words in line for line in content["left_out"])
-    assert set(content["mechanism"]["systems"]["first_importance"]) >= {"vanilla", "identity"} and "## Mechanism" in text
+    assert set(content["mechanism"]["of_runs"]["family"]["systems"]["first_importance"]) >= {"vanilla", "identity"}
+    assert "## Mechanism" in text
 
 
 def test_mechanism_of_another_budget_has_rows_of_its_own(make):
@@ -347,19 +349,24 @@ def test_mechanism_of_another_budget_has_rows_of_its_own(make):
         models = {f"{system}/seed1337": {"layers": [{"layer": 1, "effective_rank": rank + (system != "vanilla"), "largest": 1}]}
                   for system in ("vanilla", "identity")}
         (make.root / folder / "spectrum.json").write_text(json.dumps({"models": models}))
-    for folder, more in (("40", 0), ("100", 0.1)):
+    for folder, seeds, more in ((".", (1337, 1338), 0.0), ("40", (1337,), 0.1), ("100", (1337,), 0.2)):
         (make.root / "mechanism" / folder / "lastword.json").write_text(json.dumps({"runs": {
-            f"{system}/seed1337": {"bins": {"C4": {"accuracy": right + more}}} for system, right in (
-                ("vanilla", 0.2), ("identity", 0.3))}}))
+            f"{system}/seed{seed}": {"bins": {"C4": {"accuracy": right + more + 0.001 * (seed - 1337) * (right > 0.2)}}}
+            for seed in seeds for system, right in (("vanilla", 0.2), ("identity", 0.3))}}))
     content, text, _, _ = make()
     claimed, _, text = text.partition("## Mechanism")
-    tables = re.findall(r"^\| (\w+) \| (\S+)B \|(?: - \|)* ([\d.]+) \|(?: \S+ \|)*$", text, re.M)
-    assert tables == [(s, t, r) for t, ranks in (("2e-05", ("9.0", "10.0")), ("4e-05", ("10.0", "11.0")), (
-        "0.0001", ("11.0", "12.0"))) for s, r in zip(("vanilla", "identity"), ranks)]
-    m = content["mechanism"]  # the claims are about family's
-    assert m["tokens"] == 20_000 and m["systems"]["effective_rank"]["vanilla"] == {"1337": 9.0}
-    assert {k: x["tokens"] for k, x in m["others"].items()} == {"tokens/40": 40_000, "tokens/100": 100_000}
-    assert "| 0.4 against vanilla's 0.3; +0.1000, 0.0001B tokens, 1 seed |" in claimed  # unless family's have none
+    tables = re.findall(r"^\| (\S+)/ \| (\w+) \| (\S+)B \|(?: - \|)* ([\d.]+) \|(?: \S+ \|)*$", text, re.M)
+    assert tables == [(home, s, t, r) for home, t, ranks in (  # from the lowest loss up
+        ("tokens/100", "0.0001", ("11.0", "12.0")), ("tokens/40", "4e-05", ("10.0", "11.0")),
+        ("family", "2e-05", ("9.0", "10.0"))) for s, r in zip(("vanilla", "identity"), ranks)]
+    m = content["mechanism"]["of_runs"]
+    assert m["family"]["tokens"] == 20_000 and m["family"]["systems"]["effective_rank"]["vanilla"] == {"1337": 9.0}
+    assert m["family"]["vanilla_loss"] > m["tokens/40"]["vanilla_loss"] > m["tokens/100"]["vanilla_loss"]
+    assert "| 0.5 against vanilla's 0.4; +0.1000, 0.0001B tokens, 1 seed, tokens/100/ | holds partly |" in claimed
+    (make.root / "mechanism/lastword.json").unlink()  # two seeds, of which the noise was known
+    assert "1 seed, tokens/100/ | not testable at this budget |" in make()[1]
+    (make.root / "mechanism/100/lastword.json").unlink()
+    assert "| 0.4 against vanilla's 0.3; +0.1000, 4e-05B tokens, 1 seed, tokens/40/ |" in make()[1]
 
 
 def test_mechanism_of_seeds_is_paired(make):
@@ -388,8 +395,9 @@ def test_mechanism_of_seeds_is_paired(make):
                           "in 4 of 4 layers of 2 runs"),
                          ("ResFormer (identity) gets more questions right", "0.3045 against vanilla's 0.205; +0.0995")):
         assert verdicts(content)[claim] == "holds" and words in text
-    assert content["mechanism"]["systems"]["largest"]["identity mixed"] == {"1337": 2.5, "1338": 2.6}
-    assert content["mechanism"]["systems"]["ratio_slope"]["learnable"] == pytest.approx({"1337": 0.1, "1338": 0.11})
+    of = content["mechanism"]["of_runs"]["family"]["systems"]
+    assert of["largest"]["identity mixed"] == {"1337": 2.5, "1338": 2.6}
+    assert of["ratio_slope"]["learnable"] == pytest.approx({"1337": 0.1, "1338": 0.11})
     got = verdicts(content)
     assert got["eigenvalues of values are larger in ResFormer (identity)"] == "holds"
     assert got["value-state drains are weaker in ResFormer (identity)"] == "not testable at this budget"
