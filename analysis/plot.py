@@ -24,7 +24,8 @@ def draw(path, panels, title="", caption=""):
         apart    True: points without lines, for xs that are words with no order
         whole    True: ticks of x at whole numbers only, such as layers
         bands    {name: (xs, low, high)}: a shaded band in the name's colour
-        points   {name: (xs, ys)}: points in the name's colour, apart from its line; hollow: a name whose points aren't filled
+        points   {name: (xs, ys)}: points in the name's colour, apart from its line, and without one what the legend shows;
+                 hollow: a name whose points aren't filled
         order    ys that are words, from below upwards, in this order
         at       {name: x}: a thin vertical line in the name's colour, where its curve crosses zero; the legend has x
     caption: what to look for, below all.
@@ -55,13 +56,15 @@ def draw(path, panels, title="", caption=""):
             marker = "osD^"[i // 10 % 4] if panel.get("marks") or panel.get("apart") else None
             at = panel.get("at", {}).get(name)
             label = name if at is None else f"{name} (0 at {at:,.0f})"
-            for j, (xs, ys) in enumerate(panel["series"][name]):
-                axes.plot(xs, ys, **{**look, "linestyle": ""} if panel.get("apart") else look, marker=marker, markersize=3.5,
-                          label=label if j == 0 else None)
+            for xs, ys in panel["series"][name]:
+                if len(xs):
+                    axes.plot(xs, ys, **{**look, "linestyle": ""} if panel.get("apart") else look, marker=marker,
+                              markersize=3.5, label=label)
+                    label = None
             if name in panel.get("bands", {}):
                 axes.fill_between(*panel["bands"][name], color=look["color"], alpha=0.2, linewidth=0)
             if name in panel.get("points", {}):
-                axes.plot(*panel["points"][name], color=look["color"], linestyle="", marker="o", markersize=4,
+                axes.plot(*panel["points"][name], color=look["color"], linestyle="", marker="o", markersize=4, label=label,
                           markerfacecolor="none" if panel.get("hollow") == name else look["color"])
             if at is not None:
                 axes.axvline(at, **{**look, "linewidth": 0.6})

@@ -170,8 +170,7 @@ def whiskers(differences, title):
     for s, d in differences.items():
         kinds["mean and 95 % interval" if d["interval_95"] else "one seed"].append((s, d))
     some = {kind: of for kind, of in kinds.items() if of}
-    return dict(series={kind: [(list(d["interval_95"] or [None]), [s] * (2 if d["interval_95"] else 1)) for s, d in of]
-                        for kind, of in some.items()},
+    return dict(series={kind: [(d["interval_95"], [s, s]) for s, d in of if d["interval_95"]] for kind, of in some.items()},
                 points={kind: ([d["mean"] for _, d in of], [s for s, _ in of]) for kind, of in some.items()},
                 order=list(reversed(differences)), hollow="one seed", zero_x=True, x=UNIT, y="", title=title)
 

@@ -308,8 +308,11 @@ def test_a_long_legend_covers_nothing(tmp_path, monkeypatch, xs, panels):
 
 
 def test_points_apart_have_no_line_and_a_crossing_has_one(tmp_path, monkeypatch):
-    apart, joined = drawn(tmp_path, monkeypatch, dict(series={"a": [(["C4", "Book"], [1, 2])]}, apart=True),
-                          dict(series={"a": [([0, 1234], [-1, 1])], "b": [([0, 1], [1, 1])]}, at={"a": 617.2}))
+    apart, joined, lone = drawn(
+        tmp_path, monkeypatch, dict(series={"a": [(["C4", "Book"], [1, 2])]}, apart=True),
+        dict(series={"a": [([0, 1234], [-1, 1])], "b": [([0, 1], [1, 1])]}, at={"a": 617.2}),
+        dict(series={"a": [([0, 1], [1, 1])] * 2, "b": []}, points={"a": ([0], [1]), "b": ([0], [2])}, hollow="b"))
+    assert [(x.get_linestyle(), x.get_marker()) for x in lone.get_legend().get_lines()] == [("-", "None"), ("None", "o")]
     assert [(x.get_linestyle(), x.get_marker()) for x in apart.lines] == [("None", "o")]
     assert list(joined.lines[1].get_xdata()) == [617.2, 617.2]  # the vertical line
     assert [t.get_text() for t in joined.get_legend().get_texts()] == ["a (0 at 617)", "b"]
