@@ -41,6 +41,7 @@ from model import GPT, KVCache
 @dataclasses.dataclass
 class Config(train.Config):
     out_dir: str = "results/bench"  # where CARD.json goes
+    vocab_size: int = 50304  # rows of the embedding and of the head; gpt2's 50,257 rounded up to 64
     steps: int = 20  # timed steps; their median counts
     warm_steps: int = 3  # steps before, which compile and settle
     micro_steps: int = 1  # passes per step
@@ -91,7 +92,7 @@ def stepper(config, model, optimizer, forward):
 
 def our_step(config):
     """(step(ids), model, FLOPs per token) of a resolved train.Config."""
-    model = train.build(config, train.checked_model_config(config, config.vocab_size or 50304))
+    model = train.build(config, train.checked_model_config(config, config.vocab_size))
     optimizer = model.configure_optimizers(config.weight_decay, config.learning_rate, (config.beta1, config.beta2))
     step = stepper(config, model, optimizer, torch.compile(model) if config.compile else model)
     return step, model, model.flops_per_token()
@@ -104,7 +105,7 @@ def nanogpt_step(config):
     with contextlib.redirect_stdout(None):
         spec.loader.exec_module(module)
         model = module.GPT(module.GPTConfig(
-            block_size=config.block_size, vocab_size=config.vocab_size or 50304, n_layer=config.n_layer,
+            block_size=config.block_size, vocab_size=config.vocab_size, n_layer=config.n_layer,
             n_head=config.n_head, n_embd=config.n_embd, dropout=0.0, bias=False))
         model.to(config.device)
         optimizer = model.configure_optimizers(config.weight_decay, config.learning_rate, (config.beta1, config.beta2),
@@ -131,7 +132,7 @@ def measure(make, config):
     clean()
     device, began = torch.device(config.device), time.perf_counter()
     step, model, flops = make(config)
-    g, times, vocab = torch.Generator().manual_seed(config.seed), [], min(50257, config.vocab_size or 50257)
+    g, times, vocab = torch.Generator().manual_seed(config.seed), [], min(50257, config.vocab_size)
     for i in range(config.warm_steps + config.steps):
         ids = torch.randint(vocab, (config.batch_size, config.block_size + 1), generator=g).to(device)
         wait(device)
@@ -161,7 +162,7 @@ def fits(config):
     if config.device != "cpu" or not hasattr(os, "sysconf"):  # Windows has none
         return True
     channels = 0 if config.activation_checkpointing else config.n_layer * config.n_embd
-    least = config.batch_size * config.block_size * (12 * (config.vocab_size or 50304) + 120 * channels)
+    least = config.batch_size * config.block_size * (12 * config.vocab_size + 120 * channels)
     return least < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -257,7 +258,7 @@ for i in range(3):
 
 def gpt_fast(config):
     """gpt-fast's tokens/s for the same shapes, in a process of its own, since its modules have our names."""
-    c = train.checked_model_config(config, config.vocab_size or 50304)
+    c = train.checked_model_config(config, config.vocab_size)
     shape = [c.n_layer, c.n_head, c.kv_heads, c.n_embd, c.ffn, c.block_size, c.vocab_size, config.decode]
     done = subprocess.run([sys.executable, "-c", GPT_FAST, os.path.abspath(config.gpt_fast), *map(str, shape)],
                           capture_output=True, text=True)
@@ -296,7 +297,7 @@ def decoding(config, table):
     if config.gpt_fast:  # first, so that its failure costs nothing and the row it is compared with comes next
         add(table, "gpt-fast: one prompt, compiled", dict(tokens_per_s=gpt_fast(config)))
     for name, run in resolved_runs(config):
-        shape = train.checked_model_config(run, run.vocab_size or 50304)
+        shape = train.checked_model_config(run, run.vocab_size)
         model = GPT(dataclasses.replace(shape, block_size=max(shape.block_size, run.kv_length)), run.seed)
         model.to(run.device).eval().cast_matrices(getattr(torch, run.dtype))
         if run.fast and run.device.startswith("cuda") and kernels.triton:
