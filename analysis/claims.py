@@ -6,10 +6,11 @@ What reproduces: the paper's claims, each with the rule of its verdict. analysis
     not seen                        the mean has the other sign, as far from 0
     not testable at this budget     within that noise, or it is not known; or the runs, or by nature the tokens, are missing
 
-The noise is that of paired differences, pooled over the systems of the same table, or else of like runs, or of family/'s at as
-many tokens: 95 % of Student's t, over the root of the number of pairs. A claim of several parts holds when all do, is not seen
-when fewer than half of those that could be tested are, and is not testable when fewer than half could be tested. A saving takes
-three budgets or sizes: two points lie on any curve.
+The noise is that of paired differences, pooled over the systems of the same table; where these have one seed, of other runs of
+as many tokens in as many iterations, or of tokens/'s runs with fewer, or of family/'s at as many: 95 % of Student's t, over the
+root of the number of pairs. What analyses of checkpoints found takes no noise from other runs. A claim of several parts holds
+when all do, is not seen when fewer than half of those that could be tested are, and is not testable when fewer than half could
+be tested. A saving takes three budgets or sizes: two points lie on any curve.
 """
 import math
 import statistics
@@ -27,6 +28,7 @@ from analysis.records import (
     noise,
     reach,
     reached,
+    seeded,
     spread,
 )
 
@@ -74,9 +76,11 @@ def below(*pairs, pool=lambda records: records):
         found, sd = {f"{a} - {b}": of.difference(a, b, of.tokens) for a, b in pairs}, records.noise_for(of)
         plain = len(pairs) == 1 and pairs[0][1] == "vanilla"  # the claim names it
         known = {name: d for name, d in found.items() if d}
-        alike = len({len(d["seeds"]) for d in known.values()}) == 1  # then budget and seeds are said once, at the last
-        cells = [f"{name}: " * (not plain) + (spread(d) if alike and name != list(known)[-1] else described(d, of.tokens))
+        seeds = {len(d["seeds"]) for d in known.values()}
+        cells = [f"{name}: " * (not plain) + spread(d) + f", {seeded(len(d['seeds']))}" * (len(seeds) > 1)
                  for name, d in known.items()]
+        if cells:
+            cells[-1] += f", {of.said()}" + f", {seeded(seeds.pop())}" * (len(seeds) == 1)
         cells += ["no paired runs of " + ", ".join(name for name, d in found.items() if not d)] * (0 < len(known) < len(found))
         return "; ".join(cells), together([verdict(d, -1, sd) for d in found.values()])
     return check
@@ -97,18 +101,21 @@ def wikipedia(records, numbers):
     if d is None or not known:
         return "", NOT_TESTABLE
     return (f"largest is {min(known, key=known.get)}; Wikipedia's minus the largest of the others: "
-            f"{described(d, records.tokens)}", verdict(d, -1, noise([d])))
+            f"{described(d, records.said())}", verdict(d, -1, noise([d])))
 
 
 def overtaken(records, _):
-    """SVFormer above vanilla at the end of its longest run; if not, nothing is known of what comes later."""
-    found = [(t, pool) for pool in (records, records.curve) for t in pool.budgets("svformer")
-             if pool.difference("svformer", "vanilla", t)]
+    """
+    SVFormer above vanilla at the end of its longest run, of equals that with the most seeds; if not, nothing is known of what
+    comes later.
+    """
+    found = [(t, len(d["seeds"]), pool) for pool in (records, records.curve) for t in pool.budgets("svformer")
+             if (d := pool.difference("svformer", "vanilla", t))]
     if not found:
         return "", NOT_TESTABLE
-    tokens, pool = max(found, key=lambda x: x[0])
+    tokens, _, pool = max(found, key=lambda x: x[:2])
     d, (point, _) = pool.difference("svformer", "vanilla", tokens), pool.critical("svformer", tokens)
-    here = f"final difference {described(d, tokens)}; training curves: {reached(point)}"
+    here = f"final difference {described(d, pool.said(tokens))}; training curves: {reached(point)}"
     v = verdict(d, +1, records.noise_at(tokens))
     return here, NOT_TESTABLE if v == NOT_SEEN else v
 
@@ -119,7 +126,7 @@ def gain_lasts(system):
         facts = numbers.get("tokens", {}).get(system)
         if not facts:
             return "", NOT_TESTABLE
-        here = ", ".join(f"{d['mean']:+.4f} at {billions(t)}" for t, d in zip(facts["tokens"], facts["differences"]))
+        here = "; ".join(described(d, records.curve.said(t)) for t, d in zip(facts["tokens"], facts["differences"]))
         if fit := facts["fit"]:
             here += f"; changes as D^{-fit['b']:.2f}" + bracket([-x for x in reversed(fit["b_interval_95"])], "{:.2f}".format)
         return here, together([
@@ -148,13 +155,13 @@ def saved(found, n, points):
 
 def saves_data(system):
     """At the largest budget."""
-    def check(_, numbers):
+    def check(records, numbers):
         facts = numbers.get("saving", {}).get(system, {})
         known = [b for b in facts.get("budgets", ()) if b["saving"] is not None and not b["extrapolated"]]
         if not known:
             return "vanilla's loss lies between the system's at no two budgets" * bool(facts), NOT_TESTABLE
         here, v = saved(known[-1], n := len(facts["seeds"]), len(facts["budgets"]))
-        here += f"; {len(facts['budgets'])} budgets up to {billions(known[-1]['tokens'])} tokens, {n} seed{'s' * (n > 1)}"
+        here += f"; {len(facts['budgets'])} budgets up to {records.curve.said(known[-1]['tokens'])}, {seeded(n)}"
         return (f"{here}; the shorter runs' schedule is too short", NOT_TESTABLE) if known[-1]["hurried"] else (here, v)
     return check
 
@@ -162,8 +169,6 @@ def saves_data(system):
 def half_cache(records, numbers):
     """An identity of the code, not a measurement: no interval, no seeds."""
     cache = {s: of["kv_bytes_per_token"] for s, of in numbers.get("family", {}).get("systems", {}).items()}
-    for x in numbers.get("mechanism", {}).get("of_runs", {}).values():
-        cache = {**x["kv_bytes_per_token"], **cache}
     if not {"vanilla", "svformer"} <= set(cache):
         return "", NOT_TESTABLE
     ratio = cache["svformer"] / cache["vanilla"]
@@ -173,59 +178,58 @@ def half_cache(records, numbers):
 
 def analysed(numbers, name, *systems):
     """
-    Of report.mechanism's number of that name, {folder of runs: {"tokens", "of": {system: {seed: value}}}} where these systems
-    have it of a common seed: first the runs whose vanilla ended with the lowest loss, which claims are about.
+    [(folder of runs, its budget in words, {system: {seed: value}})] where these systems have report.mechanism's number of that
+    name for a common seed. First those with the most such seeds, and of equals those whose vanilla ended lower: the verdict
+    is theirs, and the others are shown beside them.
     """
-    found = {home: {"tokens": x["tokens"], "of": x["systems"][name]}
-             for home, x in numbers.get("mechanism", {}).get("of_runs", {}).items()}
-    return {home: x for home, x in found.items() if set.intersection(*(set(x["of"].get(s, ())) for s in systems))}
+    found = [(home, x, x["systems"][name]) for home, x in numbers.get("mechanism", {}).get("of_runs", {}).items()]
+    seeds = {home: set.intersection(*(set(of.get(s, ())) for s in systems)) for home, _, of in found}
+    found.sort(key=lambda x: (-len(seeds[x[0]]), math.inf if x[1]["vanilla_loss"] is None else x[1]["vanilla_loss"]))
+    return [(home, x["budget"], of) for home, x, of in found if seeds[home]]
 
 
-def seen(tokens):
-    return "" if tokens is None else f", {billions(tokens)} tokens"
-
-
-def mechanism_differs(name, sign, shown=lambda vanilla, uniform: 2, effect=""):
+def mechanism_differs(name, sign, shown=lambda vanilla, uniform: 2, effect="", interval=""):
     """
-    A system's number against vanilla's, over seeds, beside the noise of these runs, or of others where these have one seed.
-    shown: whether vanilla has the effect that is to be weaker: 0 no, then there is nothing to test; 1 less than in the paper,
-    then the claim holds partly at best; 2 yes.
+    A system's number against vanilla's, over seeds. shown: whether vanilla has the effect that is to be weaker: 0 no, then
+    there is nothing to test; 1 less than in the paper, then the claim holds partly at best; 2 yes. interval: the name of
+    identity's interval over other things than seeds.
     """
     def check(_, numbers):
-        found = analysed(numbers, name, "identity", "vanilla")
-        if not found:
-            return "", NOT_TESTABLE
-        home, x = next(iter(found.items()))
-        own, vanilla = x["of"]["identity"], x["of"]["vanilla"]
-        d = difference(own, vanilla)
-        noises = (noise(difference(values, of["vanilla"]) for s, values in of.items() if s != "vanilla")
-                  for of in (x["of"] for x in found.values()))
-        sd = next(filter(None, noises), None)
-        means = statistics.fmean(own.values()), statistics.fmean(vanilla.values())
-        here = f"{means[0]:.4g} against vanilla's {means[1]:.4g}; {described(d, x['tokens'])}, {home}/"
-        level, v = shown(means[1], numbers["mechanism"]["uniform_first_importance"] or 0), verdict(d, sign, sd)
-        if level == 2:
-            return here, v
-        return (f"vanilla has {'hardly a' if level else 'no'} {effect}: {here}",
-                NOT_TESTABLE if level == 0 else PARTLY if v == HOLDS else v)
+        cells, verdicts = [], []
+        for home, budget, of in analysed(numbers, name, "identity", "vanilla"):
+            own, vanilla = of["identity"], of["vanilla"]
+            d = difference(own, vanilla)
+            level = shown(statistics.fmean(vanilla.values()), numbers["mechanism"]["uniform_first_importance"] or 0)
+            over = numbers["mechanism"]["of_runs"][home]["systems"][interval].get("identity", {}) if interval else {}
+            cells.append(f"vanilla has {'hardly a' if level else 'no'} {effect}: " * (level < 2)
+                         + f"{statistics.fmean(own.values()):.4g} against vanilla's {statistics.fmean(vanilla.values()):.4g}; "
+                         + described(d, budget) + "".join(
+                             f", over its passages{bracket(x, '{:+.4f}'.format)}" for x in over.values() if len(over) == 1)
+                         + f", {home}/")
+            v = verdict(d, sign, noise(difference(values, vanilla) for s, values in of.items() if s != "vanilla"))
+            verdicts.append(NOT_TESTABLE if level == 0 else PARTLY if v == HOLDS and level == 1 else v)
+        return ("; also ".join(cells), verdicts[0]) if cells else ("", NOT_TESTABLE)
     return check
 
 
+def most(shares):
+    """Of shares, one of each seed: whether all are more than half, or none; one seed can't tell."""
+    above = [share > 0.5 for share in shares]
+    return NOT_TESTABLE if len(above) < 2 or len(set(above)) > 1 else HOLDS if above[0] else NOT_SEEN
+
+
 def larger_spectrum(_, numbers):
-    """The largest eigenvalue per layer; the paper doesn't say of which values, so of own and mixed ones; one seed: partly."""
-    found = analysed(numbers, "eigenvalues", "identity", "vanilla")
-    if not found:
-        return "", NOT_TESTABLE
-    home, x = next(iter(found.items()))
-    vanilla, cells, verdicts = x["of"]["vanilla"], [], []
-    for name in ("identity", "identity mixed"):
-        shares = {seed: statistics.fmean(layers[n] > vanilla[seed][n] for n in layers if n in vanilla[seed])
-                  for seed, layers in x["of"].get(name, {}).items() if seed in vanilla}
-        if shares:
-            share = statistics.fmean(shares.values())
-            cells.append(f"{'mixed' if 'mixed' in name else 'own'} values: larger in {share:.0%} of layers")
-            verdicts.append(NOT_SEEN if share <= 0.5 else HOLDS if min(shares.values()) > 0.5 and len(shares) > 1 else PARTLY)
-    return "; ".join(cells) + seen(x["tokens"]) + f", {home}/", together(verdicts)
+    """The largest eigenvalue per layer; the paper doesn't say of which values, so of own and mixed ones."""
+    cells, verdicts = [], []
+    for home, budget, of in analysed(numbers, "eigenvalues", "identity", "vanilla"):
+        shares = {name: [statistics.fmean(layers[n] > of["vanilla"][seed][n] for n in layers if n in of["vanilla"][seed])
+                         for seed, layers in of.get(name, {}).items() if seed in of["vanilla"]]
+                  for name in ("identity", "identity mixed")}
+        cells.append("larger in " + ", ".join(
+            f"{statistics.fmean(x):.0%} of layers of {'mixed' if 'mixed' in name else 'own'} values"
+            for name, x in shares.items() if x) + f", {budget}, {seeded(len(shares['identity']))}, {home}/")
+        verdicts.append(together([most(x) for x in shares.values() if x]))
+    return ("; also ".join(cells), verdicts[0]) if cells else ("", NOT_TESTABLE)
 
 
 def grows(weight):
@@ -237,21 +241,23 @@ def grows(weight):
                 slopes[seed] = statistics.linear_regression(*zip(*(
                     (int(n), weight(of["1"], of[n])) for n, of in mix.items()))).slope
         d = difference(slopes, dict.fromkeys(slopes, 0.0))
-        return (f"change per layer {described(d, records.tokens)}", verdict(d, +1, noise([d]))) if d else ("", NOT_TESTABLE)
+        return (f"change per layer {described(d, records.said())}", verdict(d, +1, noise([d]))) if d else (
+            "", NOT_TESTABLE)
     return check
 
 
 def maps_like_cross_layer(_, numbers):
-    """In every layer, and every run: more than one."""
-    found = analysed(numbers, "mapping_layers", "vanilla")
-    if not found:
-        return "", NOT_TESTABLE
-    home, x = next(iter(found.items()))
-    runs = list(x["of"]["vanilla"].values())
-    layers = [gap > 0 for run in runs for gap in run]
-    here = f"in {sum(layers)} of {len(layers)} layers" + f" of {len(runs)} runs" * (len(runs) > 1)
-    here += seen(x["tokens"]) + ", 1 seed" * (len(runs) == 1) + f", {home}/"
-    return here, NOT_SEEN if sum(layers) * 2 <= len(layers) else HOLDS if all(layers) and len(runs) > 1 else PARTLY
+    """In every layer of every run; beside it the same against A V_n + V_{n-1}, which like Eq 4 takes one earlier layer."""
+    cells, verdicts = [], []
+    for home, budget, of in analysed(numbers, "mapping_layers", "vanilla"):
+        runs = of["vanilla"].values()
+        layers, previous = ([gap > 0 for gaps in some for gap in gaps] for some in (
+            runs, numbers["mechanism"]["of_runs"][home]["systems"]["mapping_previous"]["vanilla"].values()))
+        cells.append(f"in {sum(layers)} of {len(layers)} layers (of V_(n-1) alone: in {sum(previous)}), "
+                     f"{budget}, {seeded(len(runs))}, {home}/")
+        v = most([statistics.fmean(gap > 0 for gap in gaps) for gaps in runs])
+        verdicts.append(PARTLY if v == HOLDS and not all(layers) else v)
+    return ("; also ".join(cells), verdicts[0]) if cells else ("", NOT_TESTABLE)
 
 
 def ablated(*pairs):
@@ -285,7 +291,7 @@ def at_every_length(system):
     def check(records, _):
         pools = of_lengths(records)[1]
         found = {arm: pool.difference(system, "vanilla", pool.tokens) for arm, pool in pools.items()}
-        cells = [f"{arm}: {described(d, pools[arm].tokens) if d else 'no paired runs'}" for arm, d in found.items()]
+        cells = [f"{arm}: {described(d, pools[arm].said()) if d else 'no paired runs'}" for arm, d in found.items()]
         return "; ".join(cells), together([verdict(d, -1, records.noise_for(pools[arm])) for arm, d in found.items()])
     return check
 
@@ -311,7 +317,7 @@ def better_if_slower(records, _):
         if same and config["learning_rate"] < usual[0] and config["warmup_iters"] == usual[1]:
             pair = [p.difference("svformer", "vanilla", p.tokens) for p in (pool, same[0])]
             if all(pair) and (d := difference(*(p["seeds"] for p in pair))):
-                cells.append(f"{arm}: {described(d, pool.tokens)}")
+                cells.append(f"{arm}: {described(d, pool.said())}")
                 sd = records.noise_for(pool)  # of one difference; d is made of two
                 verdicts.append(verdict(d, -1, sd and {**sd, "std": sd["std"] * math.sqrt(2)}))
     return "; ".join(cells), together(verdicts)
@@ -323,8 +329,8 @@ def at_best_rates(key, *systems):
         best = numbers.get("rates", {}).get(key, {})
         found = {s: best[s]["difference"] if s in best else None for s in systems}
         pools = list(records.pools["rates"].values())
-        tokens, sd = (pools[0].tokens, records.noise_for(pools[0])) if pools else (None, None)
-        cells = [f"{s}: {described(d, tokens)}, {best[s]['rate']} against vanilla's {best['vanilla']['rate']}" if d else
+        budget, sd = (pools[0].said(), records.noise_for(pools[0])) if pools else ("", None)
+        cells = [f"{s}: {described(d, budget)}, {best[s]['rate']} against vanilla's {best['vanilla']['rate']}" if d else
                  f"{s}: no paired runs" for s, d in found.items()]
         v = together([verdict(d, -1, sd) for d in found.values()])
         if not any(found.values()):
@@ -343,7 +349,7 @@ def saves_parameters(system):
         if not found or found["saving"] is None or found["extrapolated"]:
             return "vanilla's loss lies between the system's at no two sizes" * bool(found), NOT_TESTABLE
         here, v = saved(found, n := len(found["seeds"]), found["sizes"])
-        return f"{here}; {found['sizes']} sizes, {billions(sizes['tokens'])} tokens, {n} seed{'s' * (n > 1)}", v
+        return f"{here}; {found['sizes']} sizes, {billions(sizes['tokens'])} tokens, {seeded(n)}", v
     return check
 
 
@@ -376,7 +382,7 @@ CLAIMS = [
     Claim("½ A (V_n + V_{n-1}) is nearer to cross-layer attention than identity mapping", "in every layer, on vanilla",
           maps_like_cross_layer),
     Claim("ResFormer (identity) gets more questions right", "zero-shot tasks, +2.2 points; here the last words of passages",
-          mechanism_differs("lastword", +1)),
+          mechanism_differs("lastword", +1, interval="lastword_interval")),
     *(Claim(f"ResFormer ({s}) reaches vanilla's loss with fewer parameters", "10.4%, 13.3%, 16.11% (v3, v4, v5; 20B tokens)",
             saves_parameters(s), "sizes") for s in ("identity", "sparse")),
     Claim("a residual helps on values only", "value -0.027; query +0.003, key +0.007, attention +0.018, hidden +0.042", ablated(

@@ -36,8 +36,11 @@ class Point:
 def checked(run):
     """The run's log. Raises UserError when it or config.json lacks a number that the report needs."""
     common.needed(run, kv_bytes_per_token=int, eval_iters=int, **scaling.NEEDED)
-    if run.config["n_params"] <= 0 or not isinstance(run.config["comparable"].get("data"), str):
-        raise UserError(f"{run.path}/config.json: damaged, its n_params or its data's fingerprint; copy it again")
+    wrong = [k for k in ("n_params", "kv_bytes_per_token", "tokens_per_iter") if run.config[k] <= 0]
+    if not isinstance(run.config["comparable"].get("data"), str):
+        wrong.append("data's fingerprint")
+    if wrong:
+        raise UserError(f"{run.path}/config.json: damaged, its {' and '.join(wrong)}; copy it again")
     return run.log
 
 
@@ -93,6 +96,12 @@ class Pool:
     def systems(self, tokens):
         """Names of those with a run at that budget (None: at any), in the order of place."""
         return sorted({s for (s, t), of in self.points.items() if tokens in (t, None) and of}, key=place)
+
+    def said(self, tokens=None):
+        """That budget (None: the pool's), in words."""
+        tokens = tokens or self.tokens
+        iters = {p.run.config["max_iters"] for (_, t), of in self.points.items() if t == tokens for p in of.values()}
+        return f"{billions(tokens)} tokens" + (f" in {iters.pop():,} iterations" if len(iters) == 1 else "")
 
     def runs(self):
         """Those of its budget."""
@@ -182,15 +191,25 @@ class Records(Pool):
                 self.skip(run.name, f"{run.config['tokens_per_iter']:,} tokens_per_iter, most runs of tokens/ have {batch:,}")
         self.curve = Pool([r for r in family + others if r.config["tokens_per_iter"] == batch], self.skip,
                           "family" if any(r.config["tokens_per_iter"] == batch for r in family) else "")
+        for (_, tokens), of in self.points.items():
+            for p in of.values() if tokens != self.tokens else ():
+                self.skip(p.run.name, f"{billions(tokens)} tokens, most runs of family/ have {billions(self.tokens)}")
         for system in PAPER:
             if not self.points.get((system, self.tokens)):
                 self.skip(f"family/{system}", "no finished run")
         self.pools = {folder: self.arms(folder) for folder in ARMS if os.path.isdir(os.path.join(root, folder))}
 
+    def walk(self, folder):
+        """(path, names of its files) of that folder and all below; one that can't be read is named."""
+        def unreadable(e):
+            if not isinstance(e, FileNotFoundError):
+                self.skip(os.path.relpath(e.filename, self.root), f"can't be read ({e.strerror})")
+        return sorted((path, files) for path, _, files in os.walk(os.path.join(self.root, folder), onerror=unreadable))
+
     def below(self, folder):
         """The runs in that folder of the results whose record can be read."""
         runs = []
-        for path, _, files in sorted(os.walk(os.path.join(self.root, folder))):
+        for path, files in self.walk(folder):
             if {"config.json", "log.jsonl"} & set(files):
                 try:
                     checked(run := common.Run(path, self.root))
@@ -235,12 +254,16 @@ class Records(Pool):
             self.left_out.append(line)
 
     def json(self, name):
-        """The content of that file of the results folder, or None."""
+        """The object in that file of the results folder, or None."""
         try:
             with open(os.path.join(self.root, name), encoding="utf-8") as f:
-                return json.load(f)
+                if isinstance(content := json.load(f), dict):
+                    return content
+            self.skip(name, f"holds {type(content).__name__}, not an object of names")
         except FileNotFoundError:
             self.skip(name, "not there")
+        except OSError as e:
+            self.skip(name, f"can't be read ({e.strerror})")
         except ValueError as e:
             self.skip(name, f"no JSON ({e})")
 
@@ -306,10 +329,13 @@ def spread(d, form="+.4f"):
     return "-" if d is None else number(d["mean"], form) + bracket(d["interval_95"], lambda end: number(end, form))
 
 
-def described(d, tokens, form="+.4f"):
-    """The same with the budget and the number of seeds."""
-    n = len(d["seeds"])
-    return f"{spread(d, form)}, " + (f"{billions(tokens)} tokens, " if tokens else "") + f"{n} seed{'s' * (n > 1)}"
+def described(d, budget, form="+.4f"):
+    """The same with the budget, in words, and the number of seeds."""
+    return f"{spread(d, form)}, {budget}, {seeded(len(d['seeds']))}"
+
+
+def seeded(n):
+    return f"{n} seed{'s' * (n > 1)}"
 
 
 def reached(point):

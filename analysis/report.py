@@ -8,29 +8,29 @@ Reads config.json and log.jsonl of runs, as train.py wrote them, and the JSON of
     family/SYSTEM/seedSEED/                      all systems at one number of tokens (a budget)
     tokens/BUDGET/SYSTEM/seedSEED/               several budgets, each with a schedule of its own that is fully decayed;
                                                  where the batch is the same, family/'s beside them
-    mechanism/NAME.json of concentration, similarity, spectrum, lambdas, mapping and lastword, those of other seeds in folders
-                                                 below, and runs/ with the records of their runs, where these are not in family/
+    mechanism/NAME.json                          concentration, similarity, spectrum, lambdas, mapping and lastword of family/'s
+                                                 runs, also in mechanism/seedSEED/; in mechanism/BUDGET/ of tokens/BUDGET's
     sizes/SIZE/SYSTEM/seedSEED/                  and so kv/, lengths/, rates/, ablations/, as their configs in config/ say
 
 and writes report.md, report.json and a picture per section. Systems that family/ lacks, and what is unfinished, damaged or not
-comparable, are named and left out. The loss is the mean over sources (nats per token),
-as in the paper; a difference pairs runs of one seed, budget and data; intervals are 95 %, Student's t over such pairs.
+comparable, are named and left out. The loss is the mean over sources (nats per token), as in the paper; a difference pairs runs
+of one seed, budget and data; intervals are 95 %, Student's t over such pairs.
 
 To add a section, write a function that takes a Records and returns a Section, and name it in SECTIONS; a claim is a line of
 CLAIMS in analysis/claims.py.
 """
-import glob
 import math
 import os
 import re
 import statistics
 import sys
+import tempfile
 from dataclasses import dataclass, field
 
 import numpy as np
 
 import train
-from analysis import common, plot, scaling
+from analysis import plot, scaling
 from analysis.attention import rounded
 from analysis.claims import CLAIMS
 from analysis.records import (
@@ -56,12 +56,12 @@ from analysis.records import (
 from analysis.relative_loss import t_95
 from configurator import REPO, UserError, command, configure
 
-NAMES = {"resformer": "identity"}  # what other folders call a system
 LEGEND = ("Losses in nats per token; a difference below 0 is a lower loss than the other's. Brackets: 95 % intervals, of the "
           "noise between seeds alone. holds: the interval over two or more seeds has the paper's sign, which says nothing of "
           "its size or of 20B tokens; holds partly: only the mean has it, but beyond the noise between seeds, or only a part "
           "of the claim does; not seen: the other sign; not testable: within that noise, or not run, or it takes more tokens. "
-          "Systems: README's table of every system.")
+          "by construction: a property of the code. Where two folders of runs are named, the verdict is of the first, which "
+          "has more seeds or the lower loss. Systems: README's table of every system.")
 START, END = "<!-- what reproduces: python -m analysis.report results/ -->", "<!-- end -->"
 UNIT = "loss - vanilla's (nats per token)"
 
@@ -197,14 +197,27 @@ def power_law(tokens, differences):
     return {"a": math.exp(fit["a"]), "b": b, "b_interval_95": [b - half, b + half]}, at
 
 
+def paired_throughout(pool, system):
+    """
+    {budget: {seed: (the system's Point, vanilla's)}} of the seeds that both have at every budget that both have: with others a
+    curve would bend where another seed begins.
+    """
+    found = {t: {seed: (p, base[seed]) for seed, p in pool.at(system, t).items() if seed in base}
+             for t in pool.budgets(system) if (base := pool.at("vanilla", t))}
+    known = [{seed for seed, pair in of.items() if None not in [p.end["val_mean"] for p in pair]} for of in found.values()]
+    seeds = set.intersection(*known) if known else ()
+    return {t: {seed: of[seed] for seed in sorted(seeds)} for t, of in found.items()} if seeds and system != "vanilla" else {}
+
+
 def against_tokens(records):
     """The difference to vanilla at every budget of the systems that have several."""
     pool, numbers, rows, series, bands, points, used = records.curve, {}, [], {}, {}, {}, []
     for system in pool.systems(None):
-        found = {t: d for t in pool.budgets(system) if (d := pool.difference(system, "vanilla", t))}
-        if len(found) < 2 or system == "vanilla":
+        if len(paired := paired_throughout(pool, system)) < 2:
             continue
-        used += [p.run for t in found for s in (system, "vanilla") for p in pool.at(s, t).values() if p.run not in used]
+        found = {t: difference(*({seed: pair[i].end["val_mean"] for seed, pair in of.items()} for i in (0, 1)))
+                 for t, of in paired.items()}
+        used += [p.run for of in paired.values() for pair in of.values() for p in pair if p.run not in used]
         means = [d["mean"] for d in found.values()]
         law = power_law(list(found), means)
         far = dict(zip(("mean", "low", "high"), law[1](PAPER_TOKENS))) if law else None
@@ -234,7 +247,7 @@ def against_tokens(records):
          "budget counting alike; its interval is the 95 % prediction interval by Student's t from the residuals, which knows "
          "nothing of a wrong form.", said_of_noise],
         [dict(series=series, bands=bands, points=points, x="tokens", y=UNIT, log="x", zero=True,
-              title="points: runs; lines: fits, extrapolated to 20B tokens, from three budgets on")],
+              title="lines: fits, extrapolated to 20B tokens, from three budgets on")],
         "Does the gain last? Lines and bands (95 % prediction) beyond the points are extrapolation; a band is left out where "
         "it would dwarf the points.")
 
@@ -264,18 +277,16 @@ def data_saving(records):
     """Tokens that a system needs for vanilla's final loss at each budget."""
     pool, numbers, rows, series, used, hurried = records.curve, {}, [], {}, [], {}
     for system in pool.systems(None):
-        budgets = [t for t in pool.budgets(system) if pool.at("vanilla", t)]
-        # the same seeds at every budget: else a curve would bend where another seed begins
-        seeds = set.intersection(*(set(pool.at(s, t)) for t in budgets for s in (system, "vanilla"))) if budgets else ()
-        if len(budgets) < 2 or not seeds or system == "vanilla":
+        if len(paired := paired_throughout(pool, system)) < 2:
             continue
-        used += [p.run for t in budgets for s in (system, "vanilla") for p in pool.at(s, t).values() if p.run not in used]
-        base, own = ([statistics.fmean(pool.at(s, t)[seed].end["val_mean"] for seed in seeds) for t in budgets]
-                     for s in ("vanilla", system))
+        used += [p.run for of in paired.values() for pair in of.values() for p in pair if p.run not in used]
+        own, base = ([statistics.fmean(pair[i].end["val_mean"] for pair in of.values()) for of in paired.values()]
+                     for i in (0, 1))
+        budgets, seeds = list(paired), list(next(iter(paired.values())))
         series["vanilla"], series[system] = [(budgets, base)], [(budgets, own)]
         for s in ("vanilla", system):
             hurried.update({(t, s): d for t in budgets if (d := pool.hurried(s, t)) and d["mean"] > 0})
-        numbers[system] = {"seeds": sorted(seeds), "budgets": [
+        numbers[system] = {"seeds": seeds, "budgets": [
             {"tokens": t, "loss": loss, **horizontal(budgets, own, t, loss, unpaired(records.noise_at(t, None), len(seeds)))}
             for t, loss in zip(budgets, base)]}
         for b in numbers[system]["budgets"]:  # the budgets whose losses it is read off between
@@ -304,8 +315,8 @@ def data_saving(records):
 
 
 NOISE_OF_SAVINGS = ("Interval: vanilla's loss moved by 95 % of Student's t of the difference of two different runs' losses, "
-                    "whose noise from seed to seed is that of runs of as many tokens where several seeds were run, or of "
-                    "family/'s when they had seen as many.")
+                    "whose noise from seed to seed is that of runs of as many tokens where several seeds were run, or else of "
+                    "fewer, or of family/'s when they had seen as many.")
 
 
 def mean_of(key):
@@ -314,6 +325,10 @@ def mean_of(key):
 
 def ratio_of(pick, first, others):
     return lambda result: pick(x[first] / x[others] for x in result["layers"])
+
+
+def of_all(result):
+    return result["bins"].get("all sources") or next(iter(result["bins"].values()))
 
 
 def slope_of_ratio(result):
@@ -336,8 +351,9 @@ MECHANISM = {  # {number: (analysis, column, number of one run's result, format)
     "mapping": ("mapping", "Eq 4's cosine to cross-layer attention minus Eq 6's, mean of layers",
                 lambda r: statistics.fmean(r["approximation"]) - statistics.fmean(r["identity"]), "+.3f"),
     "mapping_layers": ("mapping", "", lambda r: [a - b for a, b in zip(r["approximation"], r["identity"])], ""),
-    "lastword": ("lastword", "last words right", lambda r: (r["bins"].get("all sources") or next(iter(r["bins"].values())))[
-        "accuracy"], ".3f"),
+    "mapping_previous": ("mapping", "", lambda r: [a - b for a, b in zip(r["approximation"], r["identity_previous"])], ""),
+    "lastword": ("lastword", "last words right", lambda r: of_all(r)["accuracy"], ".3f"),
+    "lastword_interval": ("lastword", "", lambda r: of_all(r)["difference"]["accuracy_interval_95"], ""),
     "ratio_slope": ("lambdas", "λ1/λ2, change per layer", slope_of_ratio, "+.3f"),
     "eigenvalues": ("spectrum", "", lambda r: {x["layer"]: x["largest"] for x in r["layers"]}, ""),
 }
@@ -345,62 +361,71 @@ MECHANISM = {  # {number: (analysis, column, number of one run's result, format)
 
 def beside(records, file):
     """Paths of mechanism/FILE and mechanism/*/FILE, those that are there."""
-    paths = glob.glob(f"mechanism/{file}", root_dir=records.root) + glob.glob(f"mechanism/*/{file}", root_dir=records.root)
-    return sorted(path.replace(os.sep, "/") for path in paths)
+    paths = [os.path.relpath(os.path.join(path, file), records.root).replace(os.sep, "/")
+             for path, files in records.walk("mechanism") if file in files]
+    return [path for path in paths if path.count("/") < 3]
+
+
+def finite(value):
+    """value, when all numbers in it are. Raises ValueError for one that is not, TypeError for what is no number."""
+    for x in value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]:
+        if x is not None and not math.isfinite(x):
+            raise ValueError(f"{x} is not finite")
+    return value
 
 
 def mechanism(records):
     """
-    A few numbers per system of what the analyses of checkpoints wrote: of family/'s in mechanism/ and its subfolders, of
-    tokens/N's in mechanism/N. The folder of runs whose vanilla ended with the lowest loss comes first.
+    A few numbers per system of what the analyses of checkpoints wrote: of family/'s in mechanism/ and mechanism/seedSEED/, of
+    tokens/N's in mechanism/N. Only of runs that are compared in the sections above.
     """
-    pools, uniform = {}, None  # {folder of runs: ({number: {system: {seed: value}}}, {run: common.Run})}
+    compared = {p.run.name.replace(os.sep, "/"): p for pool in (records.curve, records) for of in pool.points.values()
+                for p in of.values()}
+    of_runs, uniform = {}, None  # {folder of runs: ({number: {system: {seed: value}}}, {run: Point})}
     analyses = list(dict.fromkeys(of for of, *_ in MECHANISM.values()))
     for analysis, name in ((a, name) for a in analyses for name in beside(records, f"{a}.json") or [f"mechanism/{a}.json"]):
-        content, home = records.json(name), f"tokens/{name.split('/')[1]}"
-        home = home if os.path.isdir(os.path.join(records.root, home)) else "family"
-        values, runs = pools.setdefault(home, ({name: {} for name in MECHANISM}, {}))
+        if (content := records.json(name)) is None:
+            continue
+        folder = name.split("/")[1]
+        home = "family" if folder == f"{analysis}.json" or re.fullmatch(r"seed\d+", folder) else f"tokens/{folder}"
         try:
-            uniform = content["uniform_first_importance"] if content and analysis == "concentration" else uniform
-            content = content or {}
+            if analysis == "concentration":
+                uniform = finite(content["uniform_first_importance"])
             for run, result in content.get("models", content.get("runs", content)).items():
-                system = os.path.basename(re.sub(r"[/\\]?seed\d+", "", run))
-                seed = int((re.search(r"seed(\d+)", run) or [0, 0])[1])  # 0: one run without a seed in its name
-                system = " ".join(NAMES.get(word, word) for word in system.split(" "))
-                if not system.strip():
-                    raise ValueError(f"{run!r} names no system")
-                for column, (of, _, value, _) in MECHANISM.items():
-                    if of == analysis and "(random" not in run:
-                        values[column].setdefault(system, {})[seed] = value(result)
-                for folder in (f"mechanism/runs/{run}", f"{home}/{run}"):
-                    if os.path.exists(os.path.join(records.root, folder, "config.json")):
-                        runs.setdefault(run, common.Run(os.path.join(records.root, folder), records.root))
-        except (KeyError, TypeError, AttributeError, ValueError, UserError) as e:
+                if "(random" in run:
+                    continue
+                if (p := compared.get(f"{home}/{run.removesuffix(' mixed')}")) is None:
+                    records.skip(name, f"{run}: {home}/ has no such run that is compared")
+                    continue
+                values, points = of_runs.setdefault(home, ({name: {} for name in MECHANISM}, {}))
+                system = os.path.basename(p.run.system) + " mixed" * run.endswith(" mixed")
+                found = {column: finite(value(result)) for column, (of, _, value, _) in MECHANISM.items() if of == analysis}
+                for column, value in found.items():  # all or none
+                    values[column].setdefault(system, {})[p.run.config["seed"]] = value
+                points[p.run.name] = p
+        except (KeyError, TypeError, AttributeError, ValueError, ArithmeticError, StopIteration) as e:
             records.skip(name, f"not of the form that analysis.{analysis} writes ({e!r})")
-    shown, rows, of_runs = [name for name, (_, column, _, _) in MECHANISM.items() if column], [], {}
-    for home, (values, runs) in pools.items():
-        budgets = {r.config["tokens_per_iter"] * r.config["max_iters"] for r in runs.values()}
-        ends = [r.log[1][r.config["max_iters"]]["val_mean"] for r in runs.values() if NAMES.get(
-            os.path.basename(r.system), os.path.basename(r.system)) == "vanilla" and r.config["max_iters"] in r.log[1]]
-        of_runs[home] = {
-            "tokens": min(budgets) if len(budgets) == 1 else None, "vanilla_loss": statistics.fmean(ends) if ends else None,
-            "kv_bytes_per_token": {
-                NAMES.get(k.split("/")[0], k.split("/")[0]): r.config["kv_bytes_per_token"] for k, r in runs.items()},
-            "systems": values}
-    of_runs = dict(sorted(of_runs.items(), key=lambda x: math.inf if x[1]["vanilla_loss"] is None else x[1]["vanilla_loss"]))
-    for home, x in of_runs.items():
-        rows += [[f"{home}/", s, billions(x["tokens"]) if x["tokens"] else "-", *(
-            number(statistics.fmean(of.values()), MECHANISM[n][3]) if (of := x["systems"][n].get(s)) else "-" for n in shown)]
-            for s in sorted({s for name in shown for s in x["systems"][name]}, key=place)]
+    shown, rows, numbers = [name for name, (_, column, _, _) in MECHANISM.items() if column], [], {}
+    for home, (values, points) in sorted(of_runs.items(), key=lambda x: (len(x[0]), x[0])):  # family's first
+        ends = [p.end["val_mean"] for p in points.values() if os.path.basename(p.run.system) == "vanilla"]
+        pool = records if home == "family" else records.curve
+        budget = {p.run.config["tokens_per_iter"] * p.run.config["max_iters"] for p in points.values()}
+        numbers[home] = {"budget": " and ".join(map(pool.said, sorted(budget))), "systems": values,
+                         "vanilla_loss": statistics.fmean(ends) if ends and None not in ends else None}
+        for s in sorted({s for name in shown for s in values[name]}, key=place):
+            seeds = sorted({len(values[name][s]) for name in shown if s in values[name]})
+            rows.append([f"{home}/", s, "-".join(map(str, seeds[:1] + seeds[1:][-1:])), *(
+                number(statistics.fmean(of.values()), MECHANISM[n][3]) if (of := values[n].get(s)) else "-" for n in shown)])
     if not rows:
         return None
     return Section(
-        "Mechanism", origin("mechanism/", [r for _, runs in pools.values() for r in runs.values()]),
-        {"uniform_first_importance": uniform, "of_runs": of_runs},
-        ["runs", "system", "tokens", *(MECHANISM[n][1] for n in shown)], rows,
-        ["Means over seeds. An entropy ratio above 1 is flatter than uniform causal attention's. Windows begin anywhere in a "
-         "text, so token 1 is another in each. Value norms are of what is attended to (mixed values in ResFormer); the "
-         "spectrum is of a layer's own values, and of the mixed ones in rows named so."
+        "Mechanism", origin("mechanism/", [p.run for _, points in of_runs.values() for p in points.values()]),
+        {"uniform_first_importance": uniform, "of_runs": numbers},
+        ["runs", "system", "seeds", *(MECHANISM[n][1] for n in shown)], rows,
+        ["Means over seeds: " + "; ".join(f"{home}/ after {x['budget']}" for home, x in numbers.items()) + ". An entropy ratio "
+         "above 1 is flatter than uniform causal attention's. Windows begin anywhere in a text, so token 1 is another in each. "
+         "Value norms are of what is attended to (mixed values in ResFormer); the spectrum is of a layer's own values, and of "
+         "the mixed ones in rows named so."
          + (f" Under uniform attention token 1 has importance {uniform:.4f}: no sink at or below it." if uniform else ""),
          "Pictures: " + ", ".join(f"[{path.removeprefix('mechanism/').removesuffix('.png')}]({path})" for a in analyses
                                   for path in beside(records, f"{a}.png")) + "."])
@@ -447,7 +472,8 @@ def compared(records, folder, title, arm="", more=None, notes=(), panels=(), cap
         title, origin(f"{folder}/", [run for pool in pools.values() for run in pool.runs()]),
         {"arms": arms, "noise": sd, **(extra or {})},
         [*[arm] * bool(arm), "system", "tokens", "mean over sources", "difference [95 %]", "seeds", *(more or {})], rows,
-        [*notes, noise_said(sd, f"{folder}/")], list(panels), caption)
+        [*notes, "A mean is over a system's own seeds, a difference over those of its pairs. " + noise_said(sd, f"{folder}/")],
+        list(panels), caption)
 
 
 def sizes(records):
@@ -631,16 +657,19 @@ def main():
     os.makedirs(folder, exist_ok=True)
     parts = ["# Report", "Written by `python -m analysis.report results/` from the records beside it.", "## What reproduces",
              "Made from the tables below. The rule of each verdict: analysis/claims.py.", claimed, LEGEND]
-    for name, s in sections.items():
-        parts += [f"## {s.title}", s.made_from, markdown(s.head, s.rows), *s.notes]
-        if s.panels:
-            parts.append(f"![{s.title}](report_{name}.png)")
-            plot.draw(os.path.join(folder, f"report_{name}.png"), s.panels, s.title, s.caption)
-    parts += ["## Left out", "\n".join(f"* {line}" for line in records.left_out) or "Nothing."]
-    text, table = "\n\n".join(parts) + "\n", f"{START}\n\n{claimed}\n\n{LEGEND}\n\n{END}"
-    train.write_whole(os.path.join(folder, "report.md"), lambda f: f.write(text.encode()))
-    train.write_json(os.path.join(folder, "report.json"), plain({**numbers, "claims": [
-        dict(zip(head, row)) for row in verdicts], "left_out": records.left_out}))
+    with tempfile.TemporaryDirectory(prefix=".report", dir=folder) as made:  # all of it is made before any of it is replaced
+        for name, s in sections.items():
+            parts += [f"## {s.title}", s.made_from, markdown(s.head, s.rows), *s.notes]
+            if s.panels:
+                parts.append(f"![{s.title}](report_{name}.png)")
+                plot.draw(os.path.join(made, f"report_{name}.png"), s.panels, s.title, s.caption)
+        parts += ["## Left out", "\n".join(f"* {line}" for line in records.left_out) or "Nothing."]
+        text, table = "\n\n".join(parts) + "\n", f"{START}\n\n{claimed}\n\n{LEGEND}\n\n{END}"
+        train.write_whole(os.path.join(made, "report.md"), lambda f: f.write(text.encode()))
+        train.write_json(os.path.join(made, "report.json"), plain({**numbers, "claims": [
+            dict(zip(head, row)) for row in verdicts], "left_out": records.left_out}))
+        for name in os.listdir(made):
+            os.replace(os.path.join(made, name), os.path.join(folder, name))
     if readme is not None:
         before, _, after = readme.partition(START)
         train.write_whole(config.readme, lambda f: f.write((before + table + after.partition(END)[2]).encode()))

@@ -235,7 +235,7 @@ def usable(config, runs, most=""):
             common.skip(run, f"its learning rate had not decayed at its end (decay_lr={c['decay_lr']}, lr_decay_iters="
                         f"{c['lr_decay_iters']}, max_iters={c['max_iters']})")
         elif mine != usual:
-            folders = dict(zip((s[0] for s in settings), (r.config["data"] for r in runs)))  # of fingerprints
+            folders = {s[0]: f"{r.config['data']} ({s[0]})" for s, r in zip(settings, runs)}  # of fingerprints
             common.skip(run, ", ".join(f"its {what} is {folders.get(own, own)} and most runs' {folders.get(other, other)}"
                                        + " (other tokens)" * (what == "data")
                                        for what, own, other in zip(same, mine, usual) if own != other))

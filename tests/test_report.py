@@ -197,7 +197,8 @@ def test_budgets_of_another_batch_than_familys_are_a_curve_of_their_own(make):
     assert text.count("Made from tokens/: 9 runs") == text.count("Made from tokens/: 9 runs, seeds 1337;") == 2
     assert err.count("left out: tokens/5/identity/seed1337: 4,000 tokens_per_iter, most runs of tokens/ have 500") == 1
     claim = next(c for c in content["claims"] if c["claim"] == "vanilla overtakes SVFormer later on")
-    assert claim["here"].startswith("final difference +0.8000, 4e-05B tokens, 1 seed")  # the longest run, not family's
+    # the longest run, not family's
+    assert claim["here"].startswith("final difference +0.8000, 4e-05B tokens in 80 iterations, 1 seed")
     assert claim["verdict"] == "holds partly"  # by family's noise
 
 
@@ -219,7 +220,7 @@ def test_data_saving(make):
     assert facts["budgets"][0]["interval_95"] is None
     got = verdicts(content)
     claim = "ResFormer (identity) reaches vanilla's loss with less data"
-    assert got[claim] == "holds partly" and "; 4 budgets up to 6.6e-05B tokens, 1 seed |" in text
+    assert got[claim] == "holds partly" and "; 4 budgets up to 6.6e-05B tokens in 66 iterations, 1 seed |" in text
     for at in ("family", "tokens/40", "tokens/66", "tokens/10"):  # with a second seed
         for system in ("vanilla", "identity"):
             if at != "family":
@@ -327,22 +328,38 @@ def test_other_folders_leave_the_repositorys_readme_alone(make, monkeypatch):
 
 
 def test_mechanism_of_the_wrong_form_is_named(make):
-    shutil.copytree(os.path.join(COMMITTED, "mechanism"), make.root / "mechanism",
-                    ignore=shutil.ignore_patterns("seed*", "4000"))
-    (make.root / "mechanism/similarity.json").write_text('{"models": {"vanilla": []}}')
-    (make.root / "mechanism/mapping.json").write_text('{"models": {"seed7": {}}}')
-    (make.root / "mechanism/lambdas.json").write_text("{")
-    (make.root / "mechanism/spectrum.json").unlink()
+    """What can't be used is named and takes nothing else with it: no file of the others, nothing that isn't finite."""
+    shutil.copytree(os.path.join(COMMITTED, "family"), make.root / "family",
+                    ignore=shutil.ignore_patterns("seed1338", "n*", "d*"))
+    folder = shutil.copytree(os.path.join(COMMITTED, "mechanism"), make.root / "mechanism",
+                             ignore=shutil.ignore_patterns("seed*", "4000", "*.png"))
+    whole = json.loads((folder / "concentration.json").read_text())
+    layers = json.loads((folder / "similarity.json").read_text())["models"]["vanilla/seed1337"]
+    (folder / "similarity.json").write_text(json.dumps({"models": {
+        "vanilla/seed1337": {**layers, "similarity": [math.nan] * 9}}}))
+    (folder / "mapping.json").write_text('{"models": {"vanilla/seed1337": {"approximation": [0.9], "identity": [0.8]}}}')
+    (folder / "lambdas.json").write_text("{")
+    (folder / "spectrum.json").unlink()
+    (folder / "spectrum.json").mkdir()  # as unreadable as can be
+    (folder / "lastword.json").write_text("null")
+    (folder / "77").mkdir()  # of tokens/77, which is not there
+    for name, models in (("concentration.json", {**whole["models"], "ghost/seed1337": whole["models"]["vanilla/seed1337"]}),
+                         ("77/concentration.json", whole["models"])):
+        (folder / name).write_text(json.dumps({**whole, "models": models}))
     content, text, _, _ = make()
-    for name, words in (("similarity", "not of the form"), ("lambdas", "no JSON"), ("spectrum", "not there"),
-                        ("mapping", "names no system")):
-        assert any(line.startswith(f"mechanism/{name}.json: ") and words in line for line in content["left_out"])
-    assert set(content["mechanism"]["of_runs"]["family"]["systems"]["first_importance"]) >= {"vanilla", "identity"}
-    assert "## Mechanism" in text
+    for name, words in (("similarity", "nan is not finite"), ("lambdas", "no JSON"), ("spectrum", "can't be read"),
+                        ("mapping", "not of the form"), ("lastword", "holds NoneType"), ("concentration", "ghost/seed1337: "),
+                        ("77/concentration", "vanilla/seed1337: tokens/77/ has no such run")):
+        assert any(line.startswith(f"mechanism/{name}.json: ") and words in line for line in content["left_out"]), name
+    of = content["mechanism"]["of_runs"]
+    assert list(of) == ["family"] and set(of["family"]["systems"]["first_importance"]) == {"vanilla", "identity", "learnable",
+                                                                                           "sparse", "svformer"}
+    assert not of["family"]["systems"]["mapping_layers"] and not of["family"]["systems"]["similarity"]
+    assert "## Mechanism" in text and "NaN" not in (make.root / "report.json").read_text()
 
 
 def test_mechanism_of_another_budget_has_rows_of_its_own(make):
-    write_family(make.root, {"identity": -0.03}, seeds=(1337,))
+    write_family(make.root, {"identity": -0.03}, seeds=(1337, 1338))
     write_tokens(make.root, {"identity": lambda tokens: -0.05}, budgets=(100, 40))
     for folder, rank in (("mechanism", 9.0), ("mechanism/40", 10.0), ("mechanism/100", 11.0)):
         (make.root / folder).mkdir()
@@ -351,27 +368,32 @@ def test_mechanism_of_another_budget_has_rows_of_its_own(make):
         (make.root / folder / "spectrum.json").write_text(json.dumps({"models": models}))
     for folder, seeds, more in ((".", (1337, 1338), 0.0), ("40", (1337,), 0.1), ("100", (1337,), 0.2)):
         (make.root / "mechanism" / folder / "lastword.json").write_text(json.dumps({"runs": {
-            f"{system}/seed{seed}": {"bins": {"C4": {"accuracy": right + more + 0.001 * (seed - 1337) * (right > 0.2)}}}
+            f"{system}/seed{seed}": {"bins": {"C4": {
+                "accuracy": right + more + 0.001 * (seed - 1337) * (right > 0.2), "difference": {
+                    "accuracy_interval_95": [0.07, 0.12] if right > 0.2 else None}}}}
             for seed in seeds for system, right in (("vanilla", 0.2), ("identity", 0.3))}}))
     content, text, _, _ = make()
     claimed, _, text = text.partition("## Mechanism")
-    tables = re.findall(r"^\| (\S+)/ \| (\w+) \| (\S+)B \|(?: - \|)* ([\d.]+) \|(?: \S+ \|)*$", text, re.M)
-    assert tables == [(home, s, t, r) for home, t, ranks in (  # from the lowest loss up
-        ("tokens/100", "0.0001", ("11.0", "12.0")), ("tokens/40", "4e-05", ("10.0", "11.0")),
-        ("family", "2e-05", ("9.0", "10.0"))) for s, r in zip(("vanilla", "identity"), ranks)]
+    tables = re.findall(r"^\| (\S+)/ \| (\w+) \| ([12-]+) \|(?: - \|)* ([\d.]+) \|(?: \S+ \|)*$", text, re.M)
+    assert tables == [(home, s, n, r) for home, n, ranks in (
+        ("family", "1-2", ("9.0", "10.0")), ("tokens/40", "1", ("10.0", "11.0")), ("tokens/100", "1", ("11.0", "12.0")))
+        for s, r in zip(("vanilla", "identity"), ranks)]
+    assert "tokens/40/ after 4e-05B tokens in 40 iterations; tokens/100/ after 0.0001B tokens in 100 iterations." in text
     m = content["mechanism"]["of_runs"]
-    assert m["family"]["tokens"] == 20_000 and m["family"]["systems"]["effective_rank"]["vanilla"] == {"1337": 9.0}
     assert m["family"]["vanilla_loss"] > m["tokens/40"]["vanilla_loss"] > m["tokens/100"]["vanilla_loss"]
-    assert "| 0.5 against vanilla's 0.4; +0.1000, 0.0001B tokens, 1 seed, tokens/100/ | holds partly |" in claimed
-    (make.root / "mechanism/lastword.json").unlink()  # two seeds, of which the noise was known
-    assert "1 seed, tokens/100/ | not testable at this budget |" in make()[1]
-    (make.root / "mechanism/100/lastword.json").unlink()
-    assert "| 0.4 against vanilla's 0.3; +0.1000, 4e-05B tokens, 1 seed, tokens/40/ |" in make()[1]
+
+    def cell(vanilla, iters, home, seeds="1 seed, over its passages [+0.0700, +0.1200]"):
+        return f"{vanilla + 0.1:.4g} against vanilla's {vanilla:.4g}; +0.1000, {iters / 1e6:.3g}B tokens in {iters} " \
+            f"iterations, {seeds}, {home}/"
+    assert "| 0.3005 against vanilla's 0.2; +0.1005 [+0.0941, +0.1069], 2e-05B tokens in 20 iterations, 2 seeds, family/; " \
+        f"also {cell(0.4, 100, 'tokens/100')}; also {cell(0.3, 40, 'tokens/40')} | holds |" in claimed
+    (make.root / "mechanism/lastword.json").unlink()  # one seed has no noise of its own, and takes none from others
+    assert f"| {cell(0.4, 100, 'tokens/100')}; also {cell(0.3, 40, 'tokens/40')} | not testable at this budget |" in make()[1]
 
 
 def test_mechanism_of_seeds_is_paired(make):
     """Names as analyses give them below a family's folder: SYSTEM/seedSEED, and mixed values beside."""
-    write_family(make.root, {"identity": -0.03}, seeds=(1337, 1338))
+    write_family(make.root, {"identity": -0.03, "learnable": -0.03}, seeds=(1337, 1338))
     layers = [{"layer": n, "values_of": n, "effective_rank": 9.0} for n in (1, 2, 3)]
     models = {}
     for seed in (1337, 1338):
@@ -385,14 +407,16 @@ def test_mechanism_of_seeds_is_paired(make):
     (make.root / "mechanism/seed1338").mkdir()  # as another session's checkpoints leave it
     for folder, seed, identity in (("mechanism", 1337, 0.6), ("mechanism/seed1338", 1338, 0.602)):
         (make.root / folder / "mapping.json").write_text(json.dumps({"models": {
-            f"vanilla/seed{seed}": {"approximation": [0.9, 0.7], "identity": [0.5, identity]}}}))
+            f"vanilla/seed{seed}": {"approximation": [0.9, 0.7], "identity": [0.5, identity],
+                                    "identity_previous": [0.95, identity]}}}))
     (make.root / "mechanism/lastword.json").write_text(json.dumps({"runs": {
-        f"{system}/seed{seed}": {"bins": {"C4": {"accuracy": 0.9}, "all sources": {"accuracy": right}}}
+        f"{system}/seed{seed}": {"bins": {"C4": {"accuracy": 0.9}, "all sources": {
+            "accuracy": right, "difference": {"accuracy_interval_95": None}}}}
         for system, seed, right in (("vanilla", 1337, 0.2), ("vanilla", 1338, 0.21), ("identity", 1337, 0.3),
                                     ("identity", 1338, 0.309))}}))
     content, text, _, _ = make()
     for claim, words in (("½ A (V_n + V_{n-1}) is nearer to cross-layer attention than identity mapping",
-                          "in 4 of 4 layers of 2 runs"),
+                          "in 4 of 4 layers (of V_(n-1) alone: in 2), 2e-05B tokens in 20 iterations, 2 seeds, family/"),
                          ("ResFormer (identity) gets more questions right", "0.3045 against vanilla's 0.205; +0.0995")):
         assert verdicts(content)[claim] == "holds" and words in text
     of = content["mechanism"]["of_runs"]["family"]["systems"]
@@ -448,6 +472,42 @@ def write_pool(folder, deltas, seeds=(1337, 1338), base=4.0, iters=20, of=lambda
         for system, delta in {"vanilla": 0.0, **deltas}.items():
             noise = NOISE[seed] if system != "vanilla" else 0.0
             write_run(folder / system / f"seed{seed}", seed, iters, base + delta + noise, **settings, **of(system))
+
+
+def test_runs_that_no_table_has_are_named(make):
+    """Of another budget, with a batch of no tokens, or in a folder that can't be read; what is made is made whole."""
+    write_family(make.root, {"identity": -0.03, "sparse": -0.05}, seeds=(1337, 1338))
+    for system, settings in (("identity", {"iters": 40}), ("sparse", {"iters": 20, "tokens_per_iter": 0})):
+        shutil.rmtree(make.root / "family" / system / "seed1338")
+        write_run(make.root / "family" / system / "seed1338", 1338, final=3.0, **settings)
+    content, _, _, _ = make()
+    assert any(line.startswith("family/identity/seed1338: 4e-05B tokens, most runs of family/ have 2e-05B")
+               for line in content["left_out"])
+    assert any(line.startswith("family/sparse/seed1338") and "tokens_per_iter" in line for line in content["left_out"])
+    assert not [name for name in os.listdir(make.root) if name.startswith(".report")]
+
+
+def test_a_folder_that_cannot_be_read_is_named(make, monkeypatch):
+    write_family(make.root, {"identity": -0.03}, seeds=(1337,))
+    walk = os.walk
+
+    def refused(top, onerror=None):
+        if top.endswith("tokens"):
+            onerror(PermissionError(13, "Permission denied", top))
+        return walk(top, onerror=onerror)
+    monkeypatch.setattr(os, "walk", refused)
+    assert "tokens: can't be read (Permission denied)" in make()[0]["left_out"]
+
+
+def test_a_report_that_fails_replaces_nothing(make, monkeypatch):
+    write_family(make.root, {"identity": -0.03}, seeds=(1337,))
+    before = make()[:2]
+    write_family(make.root, {"sparse": -0.03}, seeds=(1338,))
+    monkeypatch.setattr(report, "plain", lambda x: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        make()
+    assert (json.loads((make.root / "report.json").read_text()), (make.root / "report.md").read_text()) == before
+    assert not [name for name in os.listdir(make.root) if name.startswith(".report")]
 
 
 def test_folders_that_are_not_there_go_without_a_word(make):
@@ -590,7 +650,8 @@ def test_a_lower_rate_and_another_warmup_are_no_lengths(make):
     content, text, _, _ = make()
     claim = "a lower learning rate makes SVFormer's loss better beside vanilla's"
     assert before[claim] == "not testable at this budget" and verdicts(content) == {**before, claim: "holds"}
-    assert "2048_slow: -0.0200 [-0.0200, -0.0200], 2e-05B tokens, 2 seeds" in text and "| 2048_warm | svformer |" in text
+    assert "2048_slow: -0.0200 [-0.0200, -0.0200], 2e-05B tokens in 20 iterations, 2 seeds" in text
+    assert "| 2048_warm | svformer |" in text
 
 
 def test_an_extrapolated_crossing_says_nothing(make):
