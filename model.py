@@ -659,13 +659,18 @@ class GPT(nn.Module):
 
 
 def usable_device(name):
-    """name, or for auto the first of cuda, mps and cpu that is there. Raises ValueError for one that can't be used here."""
+    """
+    name, or for auto the first of cuda, mps and cpu that is there. One with a number, as cuda:1, becomes CUDA's current device,
+    which kernels and graphs run on. Raises ValueError for one that can't be used here.
+    """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
         if torch.device(name).type not in ("cuda", "mps", "cpu"):
             raise RuntimeError("expected cuda, mps or cpu")
         torch.empty(1, device=name)
+        if name.startswith("cuda:"):
+            torch.cuda.set_device(name)
     except (RuntimeError, AssertionError) as e:
         raise ValueError(f"not usable here ({str(e).splitlines()[0]}); try --device=cpu") from None
     return name

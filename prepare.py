@@ -595,13 +595,13 @@ def bin_dtype(n_vocab):
 
 
 @contextlib.contextmanager
-def locked(folder):
-    """Create the folder and hold it for this process. Raises UserError when another process holds it."""
+def locked(folder, wait=False):
+    """Create the folder and hold it for this process. When another process holds it, waits, or raises UserError."""
     os.makedirs(folder, exist_ok=True)
     with open(os.path.join(folder, ".lock"), "a") as f:
         try:
             import fcntl
-            fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(f, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except ImportError:
             pass  # Windows: no lock, one process at a time is up to the user
         except BlockingIOError:

@@ -40,7 +40,7 @@ from model import GPT, KVCache
 
 @dataclasses.dataclass
 class Config(train.Config):
-    out_dir: str = "results/bench"  # where CARD.json goes
+    out_dir: str = "results/bench"  # where CARD.json goes; a config file's is where its runs go, and does not count
     vocab_size: int = 50304  # rows of the embedding and of the head; gpt2's 50,257 rounded up to 64
     steps: int = 20  # timed steps; their median counts
     warm_steps: int = 3  # steps before, which compile and settle
@@ -347,10 +347,14 @@ def preparing(config, table):
         env, began, cpu = {**os.environ, "PYTHONPATH": os.path.dirname(prepare.__file__)}, time.perf_counter(), os.times()
         running = [subprocess.Popen([sys.executable, *c], env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
                    for c in commands]
-        for process, said in [(process, process.communicate()[1].split("\n")) for process in running]:
-            if process.returncode:
-                line = " ".join(said[-2:]).strip()
-                raise UserError(line.removeprefix("error: ") or f"--shards={config.shards}: a process died")
+        try:
+            for process, said in [(process, process.communicate()[1].split("\n")) for process in running]:
+                if process.returncode:
+                    line = " ".join(said[-2:]).strip()
+                    raise UserError(line.removeprefix("error: ") or f"--shards={config.shards}: a process died")
+        finally:  # also after Ctrl-C or SIGTERM none goes on alone
+            for process in running:
+                process.terminate()
         seconds = time.perf_counter() - began
         with open(os.path.join(folder, "meta.json"), encoding="utf-8") as f:
             meta = json.load(f)
@@ -405,6 +409,11 @@ def read_tables(path):
 
 def main():
     config = configure(Config, sys.argv[1:])
+    if not any(word.startswith("--out_dir=") for word in sys.argv):
+        config.out_dir = Config.out_dir
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise UserError(f"WORLD_SIZE={os.environ['WORLD_SIZE']}: one process measures one device: start it without torchrun; "
+                        "train.py logs the speed of several")
     at_least(config, 1, "steps", "warm_steps", "micro_steps", "num_proc")
     at_least(config, 0, "decode", "kv_length")
     if config.shards and config.decode:
@@ -436,15 +445,17 @@ def main():
     finally:  # also what was measured before an end or an error, but not in place of a table that was finished
         words = [w for w in sys.argv[1:] if not w.startswith("--out_dir")]
         key = " ".join(re.sub(r"^(--(?:nanogpt|gpt_fast|shards))=.*", r"\1=PATH", w) for w in words)
-        tables = read_tables(path)  # another bench may have added to it meanwhile
-        if rows and (done or key not in tables or not tables[key].get("finished", True)):
-            tables[key] = dict(
-                finished=done, device=card, torch=torch.__version__, cuda=torch.version.cuda,
-                cudnn=torch.backends.cudnn.version(), triton=kernels.triton and kernels.triton.__version__,
-                dtype=resolved.dtype, compile=resolved.compile, cores=os.cpu_count(),
-                peers=peers, rows=rows)
-            train.write_json(path, tables)
-            print(f"{card}, torch {torch.__version__}, {resolved.dtype}; wrote {path}")
+        with prepare.locked(config.out_dir, wait=True):  # another bench may add to it, now or meanwhile
+            tables = read_tables(path)
+            before = tables.get(key, {"finished": False, "rows": {}})
+            if rows and (done or not before.get("finished", True) and len(rows) >= len(before["rows"])):
+                tables[key] = dict(
+                    finished=done, device=card, torch=torch.__version__, cuda=torch.version.cuda,
+                    cudnn=torch.backends.cudnn.version(), triton=kernels.triton and kernels.triton.__version__,
+                    dtype=resolved.dtype, compile=resolved.compile, cores=os.cpu_count(),
+                    peers=peers, rows=rows)
+                train.write_json(path, tables)
+                print(f"{card}, torch {torch.__version__}, {resolved.dtype}; wrote {path}")
 
 
 if __name__ == "__main__":

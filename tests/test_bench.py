@@ -7,12 +7,15 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 import types
 
 import pytest
 import torch
 from test_curve_analyses import run_command
 
+import prepare
 import train
 from analysis import bench
 from configurator import configure
@@ -309,6 +312,66 @@ def test_a_finished_table_is_not_replaced_by_half_a_one(capsys, monkeypatch):
     assert [n for t in finished.values() for n in t["rows"]] == ["a", "b", "a, again"]
     assert two_runs(capsys, monkeypatch, lambda c: c.value_residual, KeyboardInterrupt)[0] == 130
     assert record() == finished
+
+
+def test_half_a_table_does_not_give_way_to_less(capsys, monkeypatch):
+    for rows in (2, 1):
+        measured = []
+        with monkeypatch.context() as m:
+            done = two_runs(capsys, m, lambda c, n=rows, of=measured: of.append(c) or len(of) > n, KeyboardInterrupt)
+        assert done[0] == 130
+        assert [n for t in record().values() for n in t["rows"]] == ["a", "b"]
+
+
+def test_tables_go_where_the_command_line_says(capsys, monkeypatch):
+    """A config file's out_dir is where its runs go, and a bench of them must not land there."""
+    with open("runs.py", "w") as f:
+        f.write("out_dir = 'out/elsewhere'\n")
+    code, out, _ = run_command(bench, capsys, monkeypatch, "runs.py", *TINY)
+    assert code == 0 and os.path.exists("results/bench/cpu.json") and not os.path.exists("out")
+    assert "wrote results/bench/cpu.json" in out
+
+
+def test_under_torchrun_it_is_refused(capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    code, _, err = run_command(bench, capsys, monkeypatch, *TINY, "--out_dir=b")
+    assert code == 2 and err.startswith("error: WORLD_SIZE=2") and err.count("\n") == 1 and not os.path.exists("b")
+
+
+def test_an_end_leaves_no_process_behind(tmp_path, capsys, monkeypatch):
+    for i in (1, 2):
+        (tmp_path / f"train-{i}.jsonl").write_text(json.dumps({"text": "words"}) + "\n")
+    started = []
+
+    class Slow(bench.subprocess.Popen):
+        def __init__(self, command, **how):
+            super().__init__([bench.sys.executable, "-c", "import time; time.sleep(60)"], **how)
+            started.append(self)
+
+        def communicate(self):
+            raise KeyboardInterrupt
+    monkeypatch.setattr(bench.subprocess, "Popen", Slow)
+    assert run_command(bench, capsys, monkeypatch, *TINY, f"--shards={tmp_path}", "--tokenizer=bytes", "--out_dir=b")[0] == 130
+    assert started and all(p.wait(10) for p in started)
+
+
+def test_it_waits_for_another_that_writes(capsys, monkeypatch):
+    other, holding = {"another": {"finished": True, "rows": {}}}, threading.Event()
+
+    def hold():
+        with prepare.locked("b"):
+            holding.set()
+            time.sleep(0.5)
+            with open("b/cpu.json", "w") as f:
+                json.dump(other, f)
+    thread = threading.Thread(target=hold)
+
+    def meanwhile(config):
+        if not thread.ident:
+            thread.start()
+            holding.wait()
+    assert two_runs(capsys, monkeypatch, meanwhile, None)[0] == 0
+    assert len(record()) == 2 and record()["another"] == other["another"]
 
 
 def test_a_table_that_another_bench_wrote_meanwhile_stays(capsys, monkeypatch):

@@ -1133,3 +1133,12 @@ def test_weights_of_another_model_are_refused(tmp_path):
         with pytest.raises(ValueError, match=re.escape(reason)):
             M.from_checkpoint(M.load_checkpoint(save(tmp_path / "ckpt.pt", m, model=model,
                                                      model_config={**asdict(m.config), **options})))
+
+
+def test_a_device_with_a_number_becomes_the_current_one(monkeypatch):
+    """Kernels and graphs run on CUDA's current device, which must be the one that holds the tensors."""
+    current = []
+    monkeypatch.setattr(torch, "empty", lambda *size, device: None)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    assert [M.usable_device(name) for name in ("cuda", "cuda:1", "cpu")] == ["cuda", "cuda:1", "cpu"]
+    assert current == ["cuda:1"]

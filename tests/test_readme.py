@@ -264,3 +264,16 @@ def test_systems_table_is_the_measured_one():
         told = " ".join(k if v is True else f"{k}={v}" for k, v in options.items())
         assert row.split("|")[2].strip().strip("`") == told
         assert name == "vanilla" or f"| {(r['step_ratio'] - 1) * 100:+.1f} % |" in row
+
+
+def test_sinks_and_drains_are_the_measured_ones():
+    with open(os.path.join(REPO, "results", "mechanism", "4000", "concentration.json"), encoding="utf-8") as f:
+        content = json.load(f)
+    sinks, drains, peaks = ({run.split("/")[0]: pick(x[a] / (x[b] if b in x else content[b]) for x in of["layers"])
+                             for run, of in content["models"].items()} for pick, a, b in (
+        (max, "first_importance", "uniform_first_importance"), (min, "first_value_norm", "others_value_norm"),
+        (max, "first_hidden_norm", "mean_hidden_norm")))
+    others = [s for s in sinks if s != "vanilla"]
+    assert len(others) == 3 and round(sinks["vanilla"]) == 3 and max(sinks[s] for s in others) < 1.05
+    assert 0.45 < drains["vanilla"] < 0.5 and min(drains[s] for s in others) > 0.9 and round(peaks["vanilla"]) == 4
+    assert "the peak is {:.1f} to {:.1f}.".format(*sorted(peaks[s] for s in others)[::2]) in README
