@@ -204,7 +204,7 @@ def mechanism_differs(name, sign, shown=lambda vanilla, uniform: 2, effect="", i
             cells.append(f"vanilla has {'hardly a' if level else 'no'} {effect}: " * (level < 2)
                          + f"{statistics.fmean(own.values()):.4g} against vanilla's {statistics.fmean(vanilla.values()):.4g}; "
                          + described(d, budget) + "".join(
-                             f", over its passages{bracket(x, '{:+.4f}'.format)}" for x in over.values() if len(over) == 1)
+                             f", over its passages{bracket(x, '{:+.4f}'.format)}" for x in over.values() if x and len(over) == 1)
                          + f", {home}/")
             v = verdict(d, sign, noise(difference(values, vanilla) for s, values in of.items() if s != "vanilla"))
             verdicts.append(NOT_TESTABLE if level == 0 else PARTLY if v == HOLDS and level == 1 else v)
