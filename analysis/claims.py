@@ -201,11 +201,11 @@ def mechanism_differs(name, sign, shown=lambda vanilla, uniform: 2, effect="", i
             d = difference(own, vanilla)
             level = shown(statistics.fmean(vanilla.values()), numbers["mechanism"]["uniform_first_importance"] or 0)
             over = numbers["mechanism"]["of_runs"][home]["systems"][interval].get("identity", {}) if interval else {}
+            over = next(iter(over.values())) if len(over) == 1 else None
             cells.append(f"vanilla has {'hardly a' if level else 'no'} {effect}: " * (level < 2)
                          + f"{statistics.fmean(own.values()):.4g} against vanilla's {statistics.fmean(vanilla.values()):.4g}; "
-                         + described(d, budget) + "".join(
-                             f", over its passages{bracket(x, '{:+.4f}'.format)}" for x in over.values() if x and len(over) == 1)
-                         + f", {home}/")
+                         + described(d, budget)
+                         + (f", over its passages{bracket(over, '{:+.4f}'.format)}" if over else "") + f", {home}/")
             v = verdict(d, sign, noise(difference(values, vanilla) for s, values in of.items() if s != "vanilla"))
             verdicts.append(NOT_TESTABLE if level == 0 else PARTLY if v == HOLDS and level == 1 else v)
         return ("; also ".join(cells), verdicts[0]) if cells else ("", NOT_TESTABLE)
