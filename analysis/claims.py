@@ -80,7 +80,7 @@ def below(*pairs, pool=lambda records: records):
         cells = [f"{name}: " * (not plain) + spread(d) + f", {seeded(len(d['seeds']))}" * (len(seeds) > 1)
                  for name, d in known.items()]
         if cells:
-            cells[-1] += f", {of.said()}" + f", {seeded(seeds.pop())}" * (len(seeds) == 1)
+            cells[-1] += f", {of.said()}" + f", {seeded(min(seeds))}" * (len(seeds) == 1)
         cells += ["no paired runs of " + ", ".join(name for name, d in found.items() if not d)] * (0 < len(known) < len(found))
         return "; ".join(cells), together([verdict(d, -1, sd) for d in found.values()])
     return check

@@ -101,6 +101,8 @@ def test_family_table_and_intervals(make):
     assert got["plus is below vanilla"] == "not testable at this budget"
     assert got["vanilla overtakes SVFormer later on"] == "holds"
     assert got["identity's gain is largest at Wikipedia"] == "holds" == got["SVFormer nearly halves the KV cache"]
+    interval = f"[{mean - half:+.4f}, {mean + half:+.4f}]"
+    assert f"| {mean:+.4f} {interval}, 2e-05B tokens in 20 iterations, 3 seeds | holds |" in readme
     assert readme.startswith("before\n") and readme.endswith(report.END + "\nafter\n") and "earlier" not in readme
     assert text.count("| identity is below vanilla |") == readme.count("| identity is below vanilla |") == 1
     assert make()[:3] == (content, text, readme)  # again, to the byte
@@ -119,10 +121,17 @@ def test_one_seed_and_the_wrong_sign(make):
 def test_order_of_variants(make):
     write_family(make.root, {"identity": -0.01, "learnable": -0.03, "constant": -0.04, "sparse": -0.06, "plus": -0.08,
                              "neutreno": 0.01, "denseformer": -0.05})
-    got = verdicts(make()[0])
+    content, text, _, _ = make()
+    got = verdicts(content)
     # every pair of one seed has the same noise, so the differences between variants are exact
     assert got["the order: plus < sparse < constant, learnable < identity"] == "holds"
     assert got["identity is below DenseFormer and NeuTRENO"] == "holds partly"
+    assert re.search(r"\| identity - denseformer: \S+ \[\S+ \S+\]; identity - neutreno: \S+ \[\S+ \S+\], "
+                     r"2e-05B tokens in 20 iterations, 3 seeds \|", text)
+    for seed in (1338, 1339):
+        shutil.rmtree(make.root / f"family/neutreno/seed{seed}")
+    assert re.search(r"\| identity - denseformer: \S+ \[\S+ \S+\], 3 seeds; identity - neutreno: \S+, 1 seed, "
+                     r"2e-05B tokens in 20 iterations \|", make()[1])
 
 
 def test_extrapolation_over_tokens(make):
