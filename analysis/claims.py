@@ -32,7 +32,7 @@ from analysis.records import (
     spread,
 )
 
-HOLDS, PARTLY, NOT_SEEN, NOT_TESTABLE = "holds", "holds partly", "not seen", "not testable at this budget"
+VERDICTS = HOLDS, PARTLY, NOT_SEEN, NOT_TESTABLE = "holds", "holds partly", "not seen", "not testable at this budget"
 
 
 def verdict(d, sign, sd=None):

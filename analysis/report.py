@@ -32,7 +32,7 @@ import numpy as np
 import train
 from analysis import plot, scaling
 from analysis.attention import rounded
-from analysis.claims import CLAIMS
+from analysis.claims import CLAIMS, VERDICTS
 from analysis.records import (
     PAPER,
     PAPER_ABLATIONS,
@@ -650,7 +650,9 @@ def main():
     numbers = {name: section.numbers for name, section in sections.items()}
     verdicts = [[c.text, c.paper, *c.check(records, numbers)] for c in CLAIMS if not c.folder or c.folder in records.pools]
     head = ["claim", "paper", "here", "verdict"]
-    claimed = markdown(head, [row for row in verdicts if row[2]])
+    counted = [(v, sum(row[3] == v for row in verdicts)) for v in VERDICTS]
+    claimed = f"{len(verdicts)} claims: " + ", ".join(f"{v} {n}" for v, n in counted) + ".\n\n"
+    claimed += markdown(head, [row for row in verdicts if row[2]])
     if missing := [row[0] for row in verdicts if not row[2]]:
         claimed += "\n\nNot measured here: " + "; ".join(missing) + "."
     folder = config.out_dir or paths[0]

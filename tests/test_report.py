@@ -103,6 +103,9 @@ def test_family_table_and_intervals(make):
     assert got["identity's gain is largest at Wikipedia"] == "holds" == got["SVFormer nearly halves the KV cache"]
     interval = f"[{mean - half:+.4f}, {mean + half:+.4f}]"
     assert f"| {mean:+.4f} {interval}, 2e-05B tokens in 20 iterations, 3 seeds | holds |" in readme
+    counts = [sum(v == word for v in got.values()) for word in claims.VERDICTS]
+    assert "{} claims: holds {}, holds partly {}, not seen {}, not testable at this budget {}.\n".format(
+        sum(counts), *counts) in readme and sum(counts) == len(got)
     assert readme.startswith("before\n") and readme.endswith(report.END + "\nafter\n") and "earlier" not in readme
     assert text.count("| identity is below vanilla |") == readme.count("| identity is below vanilla |") == 1
     assert make()[:3] == (content, text, readme)  # again, to the byte
