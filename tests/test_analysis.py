@@ -285,6 +285,7 @@ def drawn(tmp_path, monkeypatch, *panels):
     """The axes of plot.draw's picture, laid out."""
     made = []
     monkeypatch.setattr(plot, "Figure", lambda **kwargs: made.append(Figure(**kwargs)) or made[-1])
+    monkeypatch.setattr(Figure, "savefig", lambda self, path: None)  # drawing twice takes twice as long
     plot.draw(str(tmp_path / "x.png"), [dict(x="x", y="y", **panel) for panel in panels], "title", "caption " * 30)
     made[0].draw_without_rendering()
     return made[0].axes
