@@ -9,6 +9,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from test_curve_analyses import run_command
 from torch.nn import functional as F
 
 import train
@@ -519,7 +520,7 @@ def test_export_refuses_other_systems_with_the_option(runs, tmp_path, capsys, mo
         assert (name in export.not_vanilla(GPTConfig(**TINY, dropout=0.1, scaled_init=True, **options))) == bool(options)
 
 
-@pytest.mark.parametrize("module", ["kv_cache", "evaluate", "zeroshot", "export"])
-def test_bad_input_is_one_line_and_exit_code_2(module, tmp_path):
-    done = subprocess.run([sys.executable, "-m", f"analysis.{module}", str(tmp_path)], cwd=REPO, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
+@pytest.mark.parametrize("module", [kv_cache, evaluate, zeroshot, export])
+def test_bad_input_is_one_line_and_exit_code_2(module, tmp_path, capsys, monkeypatch):
+    code, _, err = run_command(module, capsys, monkeypatch, tmp_path)
+    assert code == 2 and err.startswith("error: ") and err.count("\n") == 1, err

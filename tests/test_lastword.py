@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from test_curve_analyses import run_command
 
 import prepare
 from analysis import common, lastword
@@ -257,8 +258,10 @@ def test_a_source_without_items_is_named(bins, call, tmp_path):
     assert (tmp_path / "lastword.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_bad_input_is_one_line_and_exit_code_2(runs, bins, trained, tmp_path):
-    for words in ([str(tmp_path)], [str(runs / "vanilla"), f"--data={trained}/bins", "--context=8"],
-                  [str(runs / "vanilla"), f"--data={bins.path}"]):
-        done = subprocess.run([sys.executable, "-m", "analysis.lastword", *words], cwd=REPO, capture_output=True, text=True)
-        assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
+def test_bad_input_is_one_line_and_exit_code_2(runs, bins, trained, tmp_path, capsys, monkeypatch):
+    for words in ([tmp_path], [runs / "vanilla", f"--data={trained}/bins", "--context=8"],
+                  [runs / "vanilla", f"--data={bins.path}"]):
+        code, _, err = run_command(lastword, capsys, monkeypatch, *words)
+        assert code == 2 and err.startswith("error: ") and err.count("\n") == 1, err
+    done = subprocess.run([sys.executable, "-m", "analysis.lastword", tmp_path], cwd=REPO, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
