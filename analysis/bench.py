@@ -407,6 +407,16 @@ def read_tables(path):
         raise UserError(f"{path}: not written by analysis.bench, or damaged; move it away") from None
 
 
+def record(path, key, table):
+    """Adds the table under its key, and says whether: half a one replaces none that is finished or has more rows."""
+    with prepare.locked(os.path.dirname(path), wait=True):  # another bench may add to the file, now or meanwhile
+        tables = read_tables(path)
+        before = tables.get(key, {"finished": False, "rows": {}})
+        if kept := table["finished"] or not before.get("finished", True) and len(table["rows"]) >= len(before["rows"]):
+            train.write_json(path, {**tables, key: table})
+    return kept
+
+
 def main():
     config = configure(Config, sys.argv[1:])
     if not any(word.startswith("--out_dir=") for word in sys.argv):
@@ -414,7 +424,7 @@ def main():
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise UserError(f"WORLD_SIZE={os.environ['WORLD_SIZE']}: one process measures one device: start it without torchrun; "
                         "train.py logs the speed of several")
-    at_least(config, 1, "steps", "warm_steps", "micro_steps", "num_proc")
+    at_least(config, 1, "steps", "warm_steps", "micro_steps", "num_proc", "vocab_size")
     at_least(config, 0, "decode", "kv_length")
     if config.shards and config.decode:
         raise UserError(f"--shards={config.shards}: is for preparing: leave --decode out")
@@ -442,20 +452,14 @@ def main():
     try:
         {"training": training, "decoding": decoding, "preparing": preparing}[kind](config, rows)
         done = True
-    finally:  # also what was measured before an end or an error, but not in place of a table that was finished
+    finally:  # also what was measured before an end or an error
         words = [w for w in sys.argv[1:] if not w.startswith("--out_dir")]
         key = " ".join(re.sub(r"^(--(?:nanogpt|gpt_fast|shards))=.*", r"\1=PATH", w) for w in words)
-        with prepare.locked(config.out_dir, wait=True):  # another bench may add to it, now or meanwhile
-            tables = read_tables(path)
-            before = tables.get(key, {"finished": False, "rows": {}})
-            if rows and (done or not before.get("finished", True) and len(rows) >= len(before["rows"])):
-                tables[key] = dict(
-                    finished=done, device=card, torch=torch.__version__, cuda=torch.version.cuda,
-                    cudnn=torch.backends.cudnn.version(), triton=kernels.triton and kernels.triton.__version__,
-                    dtype=resolved.dtype, compile=resolved.compile, cores=os.cpu_count(),
-                    peers=peers, rows=rows)
-                train.write_json(path, tables)
-                print(f"{card}, torch {torch.__version__}, {resolved.dtype}; wrote {path}")
+        if rows and record(path, key, dict(
+                finished=done, device=card, torch=torch.__version__, cuda=torch.version.cuda,
+                cudnn=torch.backends.cudnn.version(), triton=kernels.triton and kernels.triton.__version__,
+                dtype=resolved.dtype, compile=resolved.compile, cores=os.cpu_count(), peers=peers, rows=rows)):
+            print(f"{card}, torch {torch.__version__}, {resolved.dtype}; wrote {path}")
 
 
 if __name__ == "__main__":

@@ -176,16 +176,21 @@ def half_cache(records, numbers):
     return here, HOLDS if ratio < 0.6 else NOT_SEEN
 
 
-def analysed(numbers, name, *systems):
+def analysed(numbers, name, systems, one):
     """
-    [(folder of runs, its budget in words, {system: {seed: value}})] where these systems have report.mechanism's number of that
-    name for a common seed. First those with the most such seeds, and of equals those whose vanilla ended lower: the verdict
-    is theirs, and the others are shown beside them.
+    (what was found, verdict) of one(facts, {system: {seed: value}}), which returns both for a folder of runs in
+    report.mechanism where these systems have the number of that name for a common seed. The verdict is that of the folder with
+    the most such seeds, of equals the one whose vanilla ended lower; the others are shown beside it.
     """
-    found = [(home, x, x["systems"][name]) for home, x in numbers.get("mechanism", {}).get("of_runs", {}).items()]
-    seeds = {home: set.intersection(*(set(of.get(s, ())) for s in systems)) for home, _, of in found}
-    found.sort(key=lambda x: (-len(seeds[x[0]]), math.inf if x[1]["vanilla_loss"] is None else x[1]["vanilla_loss"]))
-    return [(home, x["budget"], of) for home, x, of in found if seeds[home]]
+    found = []
+    for home, x in numbers.get("mechanism", {}).get("of_runs", {}).items():
+        of = x["systems"][name]
+        if seeds := set.intersection(*(set(of.get(s, ())) for s in systems)):
+            loss = math.inf if x["vanilla_loss"] is None else x["vanilla_loss"]
+            here, v = one(x, of)
+            found.append((-len(seeds), loss, f"{here}, {home}/", v))
+    found.sort(key=lambda x: x[:2])
+    return ("; also ".join(here for _, _, here, _ in found), found[0][3]) if found else ("", NOT_TESTABLE)
 
 
 def mechanism_differs(name, sign, shown=lambda vanilla, uniform: 2, effect="", interval=""):
@@ -195,20 +200,18 @@ def mechanism_differs(name, sign, shown=lambda vanilla, uniform: 2, effect="", i
     identity's interval over other things than seeds.
     """
     def check(_, numbers):
-        cells, verdicts = [], []
-        for home, budget, of in analysed(numbers, name, "identity", "vanilla"):
+        def one(facts, of):
             own, vanilla = of["identity"], of["vanilla"]
-            d = difference(own, vanilla)
-            level = shown(statistics.fmean(vanilla.values()), numbers["mechanism"]["uniform_first_importance"] or 0)
-            over = numbers["mechanism"]["of_runs"][home]["systems"][interval].get("identity", {}) if interval else {}
+            means, d = [statistics.fmean(x.values()) for x in (own, vanilla)], difference(own, vanilla)
+            level = shown(means[1], numbers["mechanism"]["uniform_first_importance"] or 0)
+            over = facts["systems"][interval].get("identity", {}) if interval else {}
             over = next(iter(over.values())) if len(over) == 1 else None
-            cells.append(f"vanilla has {'hardly a' if level else 'no'} {effect}: " * (level < 2)
-                         + f"{statistics.fmean(own.values()):.4g} against vanilla's {statistics.fmean(vanilla.values()):.4g}; "
-                         + described(d, budget)
-                         + (f", over its passages{bracket(over, '{:+.4f}'.format)}" if over else "") + f", {home}/")
+            here = (f"vanilla has {'hardly a' if level else 'no'} {effect}: " * (level < 2)
+                    + f"{means[0]:.4g} against vanilla's {means[1]:.4g}; " + described(d, facts["budget"])
+                    + (f", over its passages{bracket(over, '{:+.4f}'.format)}" if over else ""))
             v = verdict(d, sign, noise(difference(values, vanilla) for s, values in of.items() if s != "vanilla"))
-            verdicts.append(NOT_TESTABLE if level == 0 else PARTLY if v == HOLDS and level == 1 else v)
-        return ("; also ".join(cells), verdicts[0]) if cells else ("", NOT_TESTABLE)
+            return here, NOT_TESTABLE if level == 0 else PARTLY if v == HOLDS and level == 1 else v
+        return analysed(numbers, name, ("identity", "vanilla"), one)
     return check
 
 
@@ -220,16 +223,15 @@ def most(shares):
 
 def larger_spectrum(_, numbers):
     """The largest eigenvalue per layer; the paper doesn't say of which values, so of own and mixed ones."""
-    cells, verdicts = [], []
-    for home, budget, of in analysed(numbers, "eigenvalues", "identity", "vanilla"):
+    def one(facts, of):
         shares = {name: [statistics.fmean(layers[n] > of["vanilla"][seed][n] for n in layers if n in of["vanilla"][seed])
                          for seed, layers in of.get(name, {}).items() if seed in of["vanilla"]]
                   for name in ("identity", "identity mixed")}
-        cells.append("larger in " + ", ".join(
-            f"{statistics.fmean(x):.0%} of layers of {'mixed' if 'mixed' in name else 'own'} values"
-            for name, x in shares.items() if x) + f", {budget}, {seeded(len(shares['identity']))}, {home}/")
-        verdicts.append(together([most(x) for x in shares.values() if x]))
-    return ("; also ".join(cells), verdicts[0]) if cells else ("", NOT_TESTABLE)
+        here = ", ".join(f"{statistics.fmean(x):.0%} of layers of {'mixed' if 'mixed' in name else 'own'} values"
+                         for name, x in shares.items() if x)
+        return (f"larger in {here}, {facts['budget']}, {seeded(len(shares['identity']))}",
+                together([most(x) for x in shares.values() if x]))
+    return analysed(numbers, "eigenvalues", ("identity", "vanilla"), one)
 
 
 def grows(weight):
@@ -248,16 +250,13 @@ def grows(weight):
 
 def maps_like_cross_layer(_, numbers):
     """In every layer of every run; beside it the same against A V_n + V_{n-1}, which like Eq 4 takes one earlier layer."""
-    cells, verdicts = [], []
-    for home, budget, of in analysed(numbers, "mapping_layers", "vanilla"):
-        runs = of["vanilla"].values()
-        layers, previous = ([gap > 0 for gaps in some for gap in gaps] for some in (
-            runs, numbers["mechanism"]["of_runs"][home]["systems"]["mapping_previous"]["vanilla"].values()))
-        cells.append(f"in {sum(layers)} of {len(layers)} layers (of V_(n-1) alone: in {sum(previous)}), "
-                     f"{budget}, {seeded(len(runs))}, {home}/")
-        v = most([statistics.fmean(gap > 0 for gap in gaps) for gaps in runs])
-        verdicts.append(PARTLY if v == HOLDS and not all(layers) else v)
-    return ("; also ".join(cells), verdicts[0]) if cells else ("", NOT_TESTABLE)
+    def one(facts, of):
+        runs, previous = ([[gap > 0 for gap in gaps] for gaps in x["vanilla"].values()]
+                          for x in (of, facts["systems"]["mapping_previous"]))
+        v = most(map(statistics.fmean, runs))
+        return (f"in {sum(map(sum, runs))} of {sum(map(len, runs))} layers (of V_(n-1) alone: in {sum(map(sum, previous))}), "
+                f"{facts['budget']}, {seeded(len(runs))}", PARTLY if v == HOLDS and not all(map(all, runs)) else v)
+    return analysed(numbers, "mapping_layers", ("vanilla",), one)
 
 
 def ablated(*pairs):

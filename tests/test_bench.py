@@ -248,7 +248,7 @@ def test_both_read_the_same_parts(tmp_path, capsys, monkeypatch):
     (["--nanogpt=exits"], "--nanogpt=exits: expected a checkout of nanoGPT"),
     (["--out_dir=exits/model.py"], "can't be written"),
     (["--nanogpt=odd"], "--nanogpt=odd: expected a checkout of nanoGPT"), (["--decode=2", "--kv_length=9"], "--kv_length=9"),
-    (["--batch_sizes=0"], "--batch_sizes=0"),
+    (["--batch_sizes=0"], "--batch_sizes=0"), (["--vocab_size=0"], "--vocab_size=0"),
     (["--batch_sizes=2,a"], "--batch_sizes=2,a"), (["--steps=0"], "--steps=0"), (["--out_dir=broken"], "broken/cpu.json: not"),
     (["--out_dir=list"], "list/cpu.json: not")])
 def test_refused_with_one_line_before_anything_is_measured(args, words, tmp_path, capsys, monkeypatch):
