@@ -12,6 +12,7 @@ import sys
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import kernels
 import model
@@ -234,6 +235,29 @@ def test_fast_runs_ask_for_cudnns_attention_first(monkeypatch, device, fast, ask
     with train.precision(train.Config(device=device, dtype="float32", fast=fast)):
         pass
     assert [order[0].name for order, _ in orders] == ["CUDNN_ATTENTION"] * asked and all(priority for _, priority in orders)
+
+
+@pytest.mark.skipif(not CUDA, reason="cuDNN's attention runs on CUDA")
+@pytest.mark.parametrize("length", [5, 64, 200])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_fast_runs_attend_with_cudnn_within_bfloat16s_rounding(length, kv_heads):
+    """Outputs are cuDNN's bit for bit; they and the gradients miss float64's by at most twice what the plain attention does."""
+    g = torch.Generator().manual_seed(0)
+    exact = [torch.randn(2, h, length, 64, generator=g).to(DEVICE, torch.bfloat16).double() for h in (4, kv_heads, kv_heads, 4)]
+    config = model.GPTConfig(vocab_size=8, n_layer=1, n_head=4, n_kv_head=kv_heads, n_embd=256)
+    attention = model.GPT(config).transformer.h[0].attn
+
+    def results(context, dtype=torch.bfloat16):
+        q, k, v, grad = (x.to(dtype).requires_grad_() for x in exact)
+        with context:
+            out = attention.attend(q, k, v, None)[0]
+        return out.detach(), *torch.autograd.grad(out, (q, k, v), grad)
+
+    want = results(sdpa_kernel(SDPBackend.MATH), torch.float64)
+    fast = results(train.precision(train.Config(device="cuda", dtype="bfloat16")))
+    assert torch.equal(fast[0], results(sdpa_kernel(SDPBackend.CUDNN_ATTENTION))[0])
+    for got, plain, of in zip(fast, results(train.precision(train.Config(device="cuda", dtype="bfloat16", fast=False))), want):
+        near([got], [of], 2 * (plain.double() - of).norm() / of.norm())
 
 
 @pytest.mark.parametrize("options", [{}, {"value_residual": True, "value_mix": "plus"}, {"shared_value": True}], ids=str)
