@@ -180,7 +180,7 @@ def analysed(numbers, name, systems, one):
     """
     (what was found, verdict) of one(facts, {system: {seed: value}}), which returns both for a folder of runs in
     report.mechanism where these systems have the number of that name for a common seed. The verdict is that of the folder with
-    the most such seeds, of equals the one whose vanilla ended lower; the others are shown beside it.
+    the most such seeds, of equals the one whose vanilla ended lower; of the others, the one with the lowest is shown beside it.
     """
     found = []
     for home, x in numbers.get("mechanism", {}).get("of_runs", {}).items():
@@ -189,8 +189,10 @@ def analysed(numbers, name, systems, one):
             loss = math.inf if x["vanilla_loss"] is None else x["vanilla_loss"]
             here, v = one(x, of)
             found.append((-len(seeds), loss, f"{here}, {home}/", v))
-    found.sort(key=lambda x: x[:2])
-    return ("; also ".join(here for _, _, here, _ in found), found[0][3]) if found else ("", NOT_TESTABLE)
+    if not found:
+        return "", NOT_TESTABLE
+    first, *others = sorted(found, key=lambda x: x[:2])
+    return "; also ".join(here for _, _, here, _ in (first, *sorted(others, key=lambda x: x[1])[:1])), first[3]
 
 
 def mechanism_differs(name, sign, shown=lambda vanilla, uniform: 2, effect="", interval=""):
