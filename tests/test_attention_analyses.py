@@ -221,6 +221,8 @@ def test_mapping_against_model_of_that_system():
 
 # ---- transformers
 
+GROUP = pytest.mark.xdist_group("transformers")  # one process imports it
+
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
@@ -241,6 +243,7 @@ def llama(tmp_path_factory):
     return folder
 
 
+@GROUP
 def test_llama_is_measured_as_transformers_gives_it(llama, run_command):
     import transformers
     options = [f"--hf={llama}/llama", f"--text={llama}/text.txt", "--device=cpu", "--sequences=5", "--batch_size=2"]
@@ -268,6 +271,7 @@ def test_llama_is_measured_as_transformers_gives_it(llama, run_command):
         assert s == pytest.approx(float((cosines.sum((1, 2)) - 40).mean() / (40 * 39)), abs=1e-4)
 
 
+@GROUP
 @pytest.mark.parametrize("module, changes, words", [
     ("concentration", {"--text": None}, "needs --text"), ("concentration", {"--hf": "nowhere"}, "config.json"),
     ("concentration", {"--length": "41"}, "max_position_embeddings=40"), ("similarity", {"--of": "keys"}, "--of=keys"),
@@ -278,12 +282,14 @@ def test_bad_options_of_transformers_models(llama, run_command, module, changes,
     assert code == 2 and words in err and err.count("\n") == 1
 
 
+@GROUP
 def test_without_transformers_it_says_what_to_install(llama, run_command, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     code, _, err = run_command("similarity", f"--hf={llama}/llama", f"--text={llama}/text.txt", "--device=cpu")
     assert code == 2 and "pip install transformers" in err
 
 
+@GROUP
 def test_a_model_unlike_llama_is_refused(tmp_path):
     transformers = pytest.importorskip("transformers")
     transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=8, n_embd=8, n_layer=1, n_head=1)).save_pretrained(tmp_path)

@@ -20,6 +20,7 @@ from prepare import Bytes, Data
 
 REPO = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 TINY = dict(n_layer=2, n_head=4, n_embd=32, block_size=12, vocab_size=320)
+pytestmark = pytest.mark.xdist_group("transformers")  # one process imports it, and lm_eval: each takes many seconds
 
 
 @pytest.fixture(scope="module")

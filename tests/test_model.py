@@ -225,6 +225,7 @@ def test_generation_allocates_no_more_than_it_says(system, monkeypatch):
 # ---- parity with transformers
 
 
+@pytest.mark.xdist_group("transformers")  # one process imports it
 @pytest.mark.parametrize("kv, theta, length", [(4, 10000.0, BLOCK), (2, 10000.0, 9), (1, 10000.0, BLOCK), (2, 50.0, BLOCK)])
 def test_vanilla_is_transformers_llama(kv, theta, length):
     transformers = pytest.importorskip("transformers")
