@@ -242,8 +242,8 @@ def grows(weight):
         slopes = {}
         for seed, p in records.at("learnable", records.tokens).items():
             if mix := p.end.get("value_mix"):
-                slopes[seed] = statistics.linear_regression(*zip(*(
-                    (int(n), weight(of["1"], of[n])) for n, of in mix.items()))).slope
+                points = [(int(n), weight(of["1"], of[n])) for n, of in mix.items() if of[n]]
+                slopes[seed] = statistics.linear_regression(*zip(*points)).slope if len(points) > 1 else None
         d = difference(slopes, dict.fromkeys(slopes, 0.0))
         return (f"change per layer {described(d, records.said())}", verdict(d, +1, noise([d]))) if d else (
             "", NOT_TESTABLE)

@@ -132,6 +132,11 @@ def test_family_table_is_the_measured_one():
              "(SVFormer)", "vanilla is at {:.3f}, and they have come down to {:.3f}, {:.3f} and {:.3f}")
     for said, numbers in zip(words, (ends[:2] + small, ends[2:] + more)):
         assert said.format(*numbers) in " ".join(table.split())
+    means = {s: [d["mean"] for d in x["differences"]] for s, x in report["tokens"].items()}
+    assert set(means) == {"identity", "sparse", "svformer"} and all(m == sorted(m) and max(m) < 0 for m in means.values())
+    assert min(means, key=lambda s: means[s][-1] / means[s][0]) == "svformer"  # "shrinks fastest"
+    ahead = [x["difference"]["mean"] < (x["paper"] or 0) for s, x in report["family"]["systems"].items() if s != "vanilla"]
+    assert all(ahead)  # "by more than in the paper"
     assert f"standard deviation of {report['ablations']['noise']['std']:.3f} after 0.13B" in " ".join(table.split())
 
 

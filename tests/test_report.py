@@ -442,14 +442,14 @@ def test_mechanism_of_seeds_is_paired(make):
 
 
 def test_learned_weights_are_those_of_the_logs(make):
-    """λ1 = 0.5 + 0.1 n and λ2 = 0.5, but for a seed's share."""
+    """λ1 = 0.5 + 0.1 n and λ2 = 0.5, but for a seed's share; layer 2's λ2 of 0, which has no ratio, changes no slope."""
     write_family(make.root, {"learnable": -0.03})
     for seed in NOISE:
         log = make.root / f"family/learnable/seed{seed}/log.jsonl"
         config = json.loads((log.parent / "config.json").read_text())
         (log.parent / "config.json").write_text(json.dumps({**config, "value_residual": True, "value_mix": "learnable"}))
         *steps, end = log.read_text().splitlines()
-        mix = {str(n): {"1": 0.5 + (0.1 + NOISE[seed]) * n, str(n): 0.5} for n in range(2, config["n_layer"] + 1)}
+        mix = {str(n): {"1": 0.5 + (0.1 + NOISE[seed]) * n, str(n): 0.5 * (n > 2)} for n in range(2, config["n_layer"] + 1)}
         log.write_text("\n".join([*steps, json.dumps({**json.loads(end), "value_mix": mix})]) + "\n")
     content, text, _, _ = make()
     got, mean = verdicts(content), 0.1 + np.mean(list(NOISE.values()))
