@@ -424,6 +424,9 @@ def main():
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise UserError(f"WORLD_SIZE={os.environ['WORLD_SIZE']}: one process measures one device: start it without torchrun; "
                         "train.py logs the speed of several")
+    for option, why in (("data", "tokens are random"), ("tokens_per_iter", "--micro_steps says how many passes a step has")):
+        if any(word.startswith(f"--{option}=") for word in sys.argv):
+            raise UserError(f"--{option}={getattr(config, option)}: changes nothing here, {why}: leave it out")
     at_least(config, 1, "steps", "warm_steps", "micro_steps", "num_proc", "vocab_size")
     at_least(config, 0, "decode", "kv_length")
     if config.shards and config.decode:

@@ -246,6 +246,7 @@ def test_both_read_the_same_parts(tmp_path, capsys, monkeypatch):
     (["--decode=2", "--gpt_fast=nowhere"], "expected a checkout with its generate.py"),
     (["--nanogpt=bad"], "--nanogpt=bad: expected a checkout of nanoGPT"), (["--seeds=1,2"], "--seeds=1,2"),
     (["--nanogpt=exits"], "--nanogpt=exits: expected a checkout of nanoGPT"),
+    (["--data=builtin"], "--data=builtin: changes nothing"), (["--tokens_per_iter=64"], "--micro_steps says"),
     (["--out_dir=exits/model.py"], "can't be written"),
     (["--nanogpt=odd"], "--nanogpt=odd: expected a checkout of nanoGPT"), (["--decode=2", "--kv_length=9"], "--kv_length=9"),
     (["--batch_sizes=0"], "--batch_sizes=0"), (["--vocab_size=0"], "--vocab_size=0"),
