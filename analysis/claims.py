@@ -28,6 +28,7 @@ from analysis.records import (
     noise,
     reach,
     reached,
+    saving_interval,
     seeded,
     spread,
 )
@@ -115,7 +116,9 @@ def overtaken(records, _):
         return "", NOT_TESTABLE
     tokens, _, pool = max(found, key=lambda x: x[:2])
     d, (point, _) = pool.difference("svformer", "vanilla", tokens), pool.critical("svformer", tokens)
-    here = f"final difference {described(d, pool.said(tokens))}; training curves: {reached(point)}"
+    last = pool.relative("svformer", tokens)[1].mean(0)[-1:]
+    here = (f"final difference {described(d, pool.said(tokens))}; training curves: {reached(point)}"
+            + "".join(f", {x:+.4f} at their end" for x in last))
     v = verdict(d, +1, records.noise_at(tokens))
     return here, NOT_TESTABLE if v == NOT_SEEN else v
 
@@ -128,7 +131,7 @@ def gain_lasts(system):
             return "", NOT_TESTABLE
         here = "; ".join(described(d, records.curve.said(t)) for t, d in zip(facts["tokens"], facts["differences"]))
         if fit := facts["fit"]:
-            here += f"; changes as D^{-fit['b']:.2f}" + bracket([-x for x in reversed(fit["b_interval_95"])], "{:.2f}".format)
+            here += f"; changes as D^{-fit['b']:.2f}" + bracket([-x for x in reversed(fit["b_interval_95"])], "{:+.2f}".format)
         return here, together([
             verdict(d, -1, records.noise_at(t)) for t, d in zip(facts["tokens"], facts["differences"])])
     return check
@@ -140,7 +143,7 @@ def far_away(system):
         far = numbers.get("tokens", {}).get(system, {}).get("at_20B")
         if not far:
             return "", NOT_TESTABLE
-        ends = bracket((far["low"], far["high"]), "{:+.4f}".format)
+        ends = bracket((far["low"], far["high"]), "{:+.2g}".format)
         return f"{far['mean']:+.4f}{ends} by extrapolation, if it is a D^-b", NOT_TESTABLE
     return check
 
@@ -148,7 +151,7 @@ def far_away(system):
 def saved(found, n, points):
     """(cell, verdict) of a saving as report.horizontal has it, from n seeds at so many budgets or sizes."""
     low, high = found["interval_95"] or (-math.inf, math.inf)
-    here = scaling.percent(found["saving"]) + bracket(found["interval_95"], scaling.percent)
+    here = scaling.percent(found["saving"]) + saving_interval(found)
     return here, NOT_TESTABLE if points < 3 else (HOLDS if n > 1 else PARTLY) if low > 0 else \
         NOT_SEEN if high < 0 else NOT_TESTABLE
 
@@ -195,21 +198,23 @@ def analysed(numbers, name, systems, one):
     return "; also ".join(here for _, _, here, _ in (first, *sorted(others, key=lambda x: x[1])[:1])), first[3]
 
 
-def mechanism_differs(name, sign, shown=lambda vanilla, uniform: 2, effect="", interval=""):
+def mechanism_differs(name, sign, unit, shown=lambda vanilla: 2, effect="", interval=""):
     """
-    A system's number against vanilla's, over seeds. shown: whether vanilla has the effect that is to be weaker: 0 no, then
-    there is nothing to test; 1 less than in the paper, then the claim holds partly at best; 2 yes. interval: the name of
-    identity's interval over other things than seeds.
+    A system's number against vanilla's, over seeds, in that unit. shown: whether vanilla has the effect that is to be weaker:
+    0 no, then there is nothing to test; 1 less than in the paper, then the claim holds partly at best; 2 yes. interval: the
+    name of identity's interval over other things than seeds.
     """
     def check(_, numbers):
         def one(facts, of):
+            whole = numbers["mechanism"]["uniform_first_importance"] if name == "first_importance" else 1
+            of = {s: {seed: x / whole for seed, x in values.items()} for s, values in of.items()}
             own, vanilla = of["identity"], of["vanilla"]
             means, d = [statistics.fmean(x.values()) for x in (own, vanilla)], difference(own, vanilla)
-            level = shown(means[1], numbers["mechanism"]["uniform_first_importance"] or 0)
+            level = shown(means[1])
             over = facts["systems"][interval].get("identity", {}) if interval else {}
             over = next(iter(over.values())) if len(over) == 1 else None
-            here = (f"vanilla has {'hardly a' if level else 'no'} {effect}: " * (level < 2)
-                    + f"{means[0]:.4g} against vanilla's {means[1]:.4g}; " + described(d, facts["budget"])
+            here = (f"{means[0]:.4g} against vanilla's {means[1]:.4g} {unit}"
+                    + f" ({'hardly a' if level else 'no'} {effect})" * (level < 2) + f"; {described(d, facts['budget'])}"
                     + (f", over its passages{bracket(over, '{:+.4f}'.format)}" if over else ""))
             v = verdict(d, sign, noise(difference(values, vanilla) for s, values in of.items() if s != "vanilla"))
             return here, NOT_TESTABLE if level == 0 else PARTLY if v == HOLDS and level == 1 else v
@@ -237,16 +242,21 @@ def larger_spectrum(_, numbers):
 
 
 def grows(weight):
-    """Whether weight(λ1, λ2) of learnable's layers, as their logs end, changes with depth: a line's slope, seed by seed."""
+    """
+    Whether weight(λ1, λ2) of learnable's layers, as their logs end, changes with depth: a line's slope, seed by seed. Beside it
+    the layer where it is highest, in the mean.
+    """
     def check(records, _):
-        slopes = {}
-        for seed, p in records.at("learnable", records.tokens).items():
-            if mix := p.end.get("value_mix"):
-                points = [(int(n), weight(of["1"], of[n])) for n, of in mix.items() if of[n]]
-                slopes[seed] = statistics.linear_regression(*zip(*points)).slope if len(points) > 1 else None
-        d = difference(slopes, dict.fromkeys(slopes, 0.0))
-        return (f"change per layer {described(d, records.said())}", verdict(d, +1, noise([d]))) if d else (
-            "", NOT_TESTABLE)
+        found = {seed: {int(n): weight(of["1"], of[n]) for n, of in mix.items() if of[n]}  # λ2 = 0 has no ratio
+                 for seed, p in records.at("learnable", records.tokens).items() if (mix := p.end.get("value_mix"))}
+        found = {seed: of for seed, of in found.items() if len(of) > 1}
+        slopes = {seed: statistics.linear_regression(list(of), list(of.values())).slope for seed, of in found.items()}
+        if (d := difference(slopes, dict.fromkeys(slopes, 0.0))) is None:
+            return "", NOT_TESTABLE
+        layers = set.intersection(*map(set, found.values()))
+        top = max(layers, key=lambda n: statistics.fmean(of[n] for of in found.values()))
+        return (f"a line's change per layer {described(d, records.said())}; highest in layer {top} of {max(layers)}",
+                verdict(d, +1, noise([d])))
     return check
 
 
@@ -370,20 +380,20 @@ CLAIMS = [
       for s in ("identity", "sparse")),
     Claim("SVFormer nearly halves the KV cache", "(L+1)/2L of it", half_cache),
     Claim("attention concentrates on token 1 less in ResFormer (identity)", "a sink in vanilla only", mechanism_differs(
-        "first_importance", -1, lambda x, uniform: (x > uniform) + (x > 2 * uniform), "sink")),
+        "first_importance", -1, "times uniform attention's", lambda x: (x > 1) + (x > 2), "sink")),
     Claim("token importance is nearer to uniform in ResFormer (identity)", "higher entropy",
-          mechanism_differs("entropy_ratio", +1)),
+          mechanism_differs("entropy_ratio", +1, "times uniform attention's")),
     Claim("value-state drains are weaker in ResFormer (identity)", "token 1 keeps over half of the others' norm",
-          mechanism_differs("value_drain", +1, lambda x, _: (x < 1) + (x < 0.5), "drain")),
+          mechanism_differs("value_drain", +1, "of the others' norm", lambda x: (x < 1) + (x < 0.5), "drain")),
     Claim("hidden-state peaks are smaller in ResFormer (identity)", "under 3 times the mean",
-          mechanism_differs("hidden_peak", -1, lambda x, _: (x > 1) + (x > 3), "peak")),
+          mechanism_differs("hidden_peak", -1, "times the mean norm", lambda x: (x > 1) + (x > 3), "peak")),
     Claim("eigenvalues of values are larger in ResFormer (identity)", "in most layers", larger_spectrum),
     Claim("learned λ1 grows with depth", "yes (v5)", grows(lambda l1, l2: l1)),
     Claim("learned λ1/λ2 grows with depth", "yes", grows(lambda l1, l2: l1 / l2)),
     Claim("½ A (V_n + V_{n-1}) is nearer to cross-layer attention than identity mapping", "in every layer, on vanilla",
           maps_like_cross_layer),
     Claim("ResFormer (identity) gets more questions right", "zero-shot tasks, +2.2 points; here the last words of passages",
-          mechanism_differs("lastword", +1, interval="lastword_interval")),
+          mechanism_differs("lastword", +1, "of the questions", interval="lastword_interval")),
     *(Claim(f"ResFormer ({s}) reaches vanilla's loss with fewer parameters", "10.4%, 13.3%, 16.11% (v3, v4, v5; 20B tokens)",
             saves_parameters(s), "sizes") for s in ("identity", "sparse")),
     Claim("a residual helps on values only", "value -0.027; query +0.003, key +0.007, attention +0.018, hidden +0.042", ablated(

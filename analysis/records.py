@@ -324,6 +324,12 @@ def bracket(interval, show):
     return f" [{show(interval[0])}, {show(interval[1])}]" if interval else ""
 
 
+def saving_interval(found):
+    """That of report.horizontal; * where an end continues the first or last piece beyond the system's budgets or sizes."""
+    return (bracket(found["interval_95"] or found["interval_outside"], scaling.percent)
+            + "*" * (found["interval_outside"] is not None))
+
+
 def spread(d, form="+.4f"):
     """A difference with its interval."""
     return "-" if d is None else number(d["mean"], form) + bracket(d["interval_95"], lambda end: number(end, form))

@@ -51,15 +51,17 @@ from analysis.records import (
     place,
     reach,
     reached,
+    saving_interval,
     spread,
 )
 from analysis.relative_loss import t_95
 from configurator import REPO, UserError, command, configure
 
 LEGEND = ("Losses in nats per token; a difference below 0 is a lower loss than the other's. Brackets: 95 % intervals, of the "
-          "noise between seeds alone. holds: the interval over two or more seeds has the paper's sign, which says nothing of "
-          "its size or of 20B tokens; holds partly: only the mean has it, but beyond the noise between seeds, or only a part "
-          "of the claim does; not seen: the other sign; not testable: within that noise, or not run, or it takes more tokens. "
+          "noise between seeds unless the cell names another. holds: the interval over two or more seeds has the paper's sign, "
+          "which says nothing of its size or of 20B tokens; holds partly: only the mean has it, but beyond the noise between "
+          "seeds, or only a part of the claim does; not seen: the other sign; not testable: within that noise, or not run, or "
+          "it takes more tokens. "
           "by construction: a property of the code. Where two folders of runs are named, the verdict is of the first, which "
           "has more seeds or the lower loss. Systems: README's table of every system.")
 START, END = "<!-- what reproduces: python -m analysis.report results/ -->", "<!-- end -->"
@@ -176,26 +178,32 @@ def whiskers(differences, title):
                 order=list(reversed(differences)), hollow="one seed", zero_x=True, x=UNIT, y="", title=title)
 
 
-def power_law(tokens, differences):
+def power_law(tokens, differences, reaches=None):
     """
     (numbers, at) of |difference| = a D^-b, a straight line in logarithms; numbers: {"a", "b", "b_interval_95"}; at(D) returns
-    (difference, low, high), 95 % prediction interval by Student's t from the residuals. None for fewer than three points,
-    whose line has no residuals, or when the sign changes.
+    (difference, low, high). Both intervals are 95 % ones, the wider of two: Student's t from the residuals (for at, of
+    prediction), and what the noise between seeds makes of the line, where reaches says how far it takes each difference, by
+    itself. None for fewer than three points, whose line has no residuals, or when the sign changes.
     """
     x, y = np.array(tokens, float), np.array(differences, float)
     if len(x) < 3 or not ((y < 0).all() or (y > 0).all()):
         return None
     line, _, fit = scaling.fit_loglog(x, abs(y))
-    df, u = len(x) - 2, np.log(x)
-    squares, about = float(((u - u.mean()) ** 2).sum()), float(u.mean())
+    df, u = len(x) - 2, np.log(x) - np.log(x).mean()
+    squares = float((u ** 2).sum())
     sigma = math.sqrt(float((np.log(abs(y) / line(x)) ** 2).sum()) / df)
+    noisy = np.zeros_like(y) if reaches is None else np.array(reaches) / abs(y)
+
+    def half(weights, more=0.0):  # of a sum of the points' logarithms with these weights
+        return max(t_95(df) * sigma * math.sqrt(float((weights ** 2).sum()) + more),
+                   math.sqrt(float(((weights * noisy) ** 2).sum())))
 
     def at(q):
         middle = float(np.sign(y[0]) * line(q))
-        half = t_95(df) * sigma * math.sqrt(1 + 1 / len(x) + (math.log(q) - about) ** 2 / squares)
-        return middle, *sorted(middle * math.exp(min(way * half, 700)) for way in (-1, 1))
-    b, half = -float(fit["b"]), t_95(df) * sigma / math.sqrt(squares)
-    return {"a": math.exp(fit["a"]), "b": b, "b_interval_95": [b - half, b + half]}, at
+        wide = half(1 / len(x) + (math.log(q) - np.log(x).mean()) * u / squares, 1.0)
+        return middle, *sorted(middle * math.exp(min(way * wide, 700)) for way in (-1, 1))
+    b, wide = -float(fit["b"]), half(u / squares)
+    return {"a": math.exp(fit["a"]), "b": b, "b_interval_95": [b - wide, b + wide]}, at
 
 
 def paired_throughout(pool, system):
@@ -220,51 +228,60 @@ def against_tokens(records):
                  for t, of in paired.items()}
         used += [p.run for of in paired.values() for pair in of.values() for p in pair if p.run not in used]
         means = [d["mean"] for d in found.values()]
-        law = power_law(list(found), means) if system not in OVERTAKEN else None
+        reaches = [reach(records.noise_at(t), len(d["seeds"])) for t, d in found.items()]
+        law = None if system in OVERTAKEN else power_law(list(found), means, reaches if max(reaches) < math.inf else None)
         far = dict(zip(("mean", "low", "high"), law[1](PAPER_TOKENS))) if law else None
         numbers[system] = {"tokens": list(found), "differences": list(found.values()), "fit": law and law[0], "at_20B": far}
-        rows += [[system, billions(t), spread(d), len(d["seeds"]), ""] for t, d in found.items()]
-        said = far and f"{far['mean']:+.4f}{bracket((far['low'], far['high']), '{:+.4f}'.format)}"
-        why = "vanilla overtakes it" if system in OVERTAKEN else "two budgets" if len(found) == 2 else "the sign changes"
+        late = {t: any((x := pool.hurried(s, t)) and x["mean"] > 0 for s in (system, "vanilla")) for t in found}
+        rows += [[system, billions(t), spread(d) + "†" * late[t], len(d["seeds"]), ""] for t, d in found.items()]
+        said = far and f"{far['mean']:+.4f}{bracket((far['low'], far['high']), '{:+.2g}'.format)}"
+        why = ("no D^-b: in the paper vanilla overtakes it" if system in OVERTAKEN else
+               "two budgets" if len(found) == 2 else "the sign changes")
         rows.append([system, "20B, extrapolated", said or f"-: {why}", "-",
                      number(PAPER.get(system), "+.3f")])
         points[system], series[system] = (list(found), means), [(list(found), means)]
-        if law:
-            xs = np.geomspace(min(found), PAPER_TOKENS, 40)
-            ends = [law[1](q) for q in xs]
+        xs = np.geomspace(min(found), PAPER_TOKENS, 40)
+        ends = [law[1](q) for q in xs] if law else []
+        if ends and max(abs(x) for e in ends for x in e) < 3 * max(map(abs, means)):
             series[system] = [(xs, [e[0] for e in ends])]
-            if max(abs(x) for e in ends for x in e) < 3 * max(map(abs, means)):
-                bands[system] = xs, [e[1] for e in ends], [e[2] for e in ends]
+            bands[system] = xs, [e[1] for e in ends], [e[2] for e in ends]
         if PAPER.get(system):
             series[f"{system}, paper"], points[f"{system}, paper"] = [([], [])], ([PAPER_TOKENS], [PAPER[system]])
     if not rows:
         return None
     largest = max(t for f in numbers.values() for t in f["tokens"])
     said_of_noise = noise_said(sd, folders(used)) if (sd := pool.noise()) else noise_said(records.noise())
+    if sd:
+        said_of_noise += (f" It is that at {billions(pool.tokens)} tokens, which larger budgets without several seeds borrow. "
+                          "The curve has only the seeds that all its budgets have.")
     return Section(
         "Difference against tokens", origin(folders(used), used), numbers,
         ["system", "tokens", "difference [95 %]", "seeds", "paper"], rows,
         [f"The last row of a system is an extrapolation far outside of the data: {PAPER_TOKENS / largest:.0f} times the "
          "largest budget. It is a straight line fitted to ln |difference| against ln tokens, |difference| = a D^-b, every "
-         "budget counting alike; its interval is the 95 % prediction interval by Student's t from the residuals, which knows "
-         "nothing of a wrong form.", said_of_noise],
+         "budget counting alike; its interval is the wider of the 95 % prediction interval by Student's t from the residuals "
+         "and, where it is known, what the noise between seeds makes of the line. Neither knows of a wrong form, or of a text "
+         "that is read again where the tokens are more than it has.", said_of_noise,
+         *["†: this budget's runs end above longer ones of the same system when these had seen as many tokens (Data saving, "
+           "below, says by how much): a part of the difference is the short schedule's."] * any("†" in r[2] for r in rows)],
         [dict(series=series, bands=bands, points=points, x="tokens", y=UNIT, log="x", zero=True,
-              title="lines: fits, extrapolated to 20B tokens, from three budgets on")],
-        "Does the gain last? Lines and bands (95 % prediction) beyond the points are extrapolation; a band is left out where "
-        "it would dwarf the points.")
+              title="lines join the points, or are fits extrapolated to 20B tokens")],
+        "Does the gain last? A fit is drawn where its 95 % band would not dwarf the points.")
 
 
 def horizontal(xs, own, x, loss, half):
     """
     How much smaller than x a system's x* is, where its losses `own` at xs (linear in ln x between them) reach vanilla's loss
-    at x: {"saving", "extrapolated", "interval_95"}; the interval moves vanilla's loss by half, and is None where that is not
-    known or an end lies outside of xs.
+    at x: {"saving", "extrapolated", "interval_95", "interval_outside"}; the interval moves vanilla's loss by half, and is None
+    where that is not known. Where an end lies outside of xs, interval_95 is None and interval_outside has the ends.
     """
     x_at = scaling.fit_piecewise(np.array(xs, float), np.array(own))[1]
     ends = [(train.finite(1 - float(x_at(at)) / x), not min(own) <= at <= max(own))
             for at in (loss, *([] if half is None else [loss - half, loss + half]))]  # a lower loss to reach: less is saved
-    known = len(ends) == 3 and not any(outside or end is None for end, outside in ends)
-    return {"saving": ends[0][0], "extrapolated": ends[0][1], "interval_95": [e[0] for e in ends[1:]] if known else None}
+    outside, interval = any(e[1] for e in ends), [e[0] for e in ends[1:]]
+    known = interval if interval and None not in (ends[0][0], *interval) else None
+    return {"saving": ends[0][0], "extrapolated": ends[0][1], "interval_95": None if outside else known,
+            "interval_outside": known if outside else None}
 
 
 def unpaired(sd, n):
@@ -297,7 +314,7 @@ def data_saving(records):
             b["hurried"] = any((lower, s) in hurried for s in ("vanilla", system))
         rows += [[system, billions(b["tokens"]), number(b["loss"]),
                   scaling.percent(b["saving"]) + "*" * b["extrapolated"] + "†" * b["hurried"],
-                  bracket(b["interval_95"], scaling.percent).strip() or "-", len(seeds)] for b in numbers[system]["budgets"]]
+                  saving_interval(b).strip() or "-", len(seeds)] for b in numbers[system]["budgets"]]
     if not rows:
         return None
     late = ", ".join(f"{s} at {billions(t)}: {d['mean']:+.3f}" for (t, s), d in sorted(hurried.items()))
@@ -308,7 +325,7 @@ def data_saving(records):
          "runs that are fully decayed; linear in ln tokens between budgets; none where the loss rises with tokens). A * marks "
          "what lies outside of the system's budgets and continues the first or last piece. The paper has "
          f"{scaling.percent(PAPER_SAVING)} (v5, second-hand; 468M, 20B tokens).",
-         NOISE_OF_SAVINGS + " There is none where an end lies outside of the system's budgets.",
+         NOISE_OF_SAVINGS,
          *["†: read off beside a budget that ends above longer runs of the same system when these had seen as many "
            f"tokens, before their learning rate decayed ({late}). There the schedule sets the loss, not the tokens alone."]
          * bool(late)],
@@ -424,7 +441,8 @@ def mechanism(records):
         "Mechanism", origin("mechanism/", [p.run for _, points in of_runs.values() for p in points.values()]),
         {"uniform_first_importance": uniform, "of_runs": numbers},
         ["runs", "system", "seeds", *(MECHANISM[n][1] for n in shown)], rows,
-        ["Means over seeds: " + "; ".join(f"{home}/ after {x['budget']}" for home, x in numbers.items()) + ". An entropy ratio "
+        ["Means over seeds (a-b: some numbers are of a, some of b): "
+         + "; ".join(f"{home}/ after {x['budget']}" for home, x in numbers.items()) + ". An entropy ratio "
          "above 1 is flatter than uniform causal attention's. Windows begin anywhere in a text, so token 1 is another in each. "
          "Value norms are of what is attended to (mixed values in ResFormer); the spectrum is of a layer's own values, and of "
          "the mixed ones in rows named so."
@@ -509,7 +527,7 @@ def sizes(records):
                 unpaired(records.noise_for(max(
                     (p for p in pools.values() if p.tokens == usual), key=lambda p: len(p.points)), None), len(seeds)))}
             notes.append(f"{system} saves {scaling.percent(largest[system]['saving'])}"
-                         + bracket(largest[system]["interval_95"], scaling.percent)
+                         + saving_interval(largest[system])
                          + " of all parameters at vanilla's largest size, by its own losses, linear in ln N between sizes.")
     return compared(
         records, "sizes", "Parameters", "size", {
@@ -526,15 +544,20 @@ def ablations(records):
     """Differences to vanilla of everything that the paper varies."""
     if not (pools := records.pools.get("ablations")):
         return None
-    panels = []
+    panels, late = [], {}
     for arm, pool in pools.items():
         known = {s: x["difference"] for s, x in facts(pool)["systems"].items() if x["difference"]}
         panels += [whiskers(known, arm)] if known else []
+        if records.curve.said(pool.tokens) == pool.said():
+            late |= {s: d["mean"] for s in pool.systems(pool.tokens) if (d := records.curve.hurried(s, pool.tokens))}
     several = "budget" if set(pools) != {""} else ""
     return compared(
         records, "ablations", "Ablations", several, {"paper": lambda arm, s, x: number(PAPER_ABLATIONS.get(s), "+.3f")},
         ["The paper's differences are at 20B tokens, all but identity's from summaries of its v5. constant is λ1 = 2 and "
-         "lambda_5 is λ1 = 5, in all layers; sparse is λ1 = 5 in layers 6-8."], panels, "Below zero: ahead of vanilla")
+         "lambda_5 is λ1 = 5, in all layers; sparse is λ1 = 5 in layers 6-8.",
+         *["These runs end above longer ones of tokens/ when those had seen as many tokens, before their decay ("
+           + ", ".join(f"{s} {x:+.3f}" for s, x in late.items()) + "): a part of the differences is the short schedule's."]
+         * bool(late)], panels, "Below zero: ahead of vanilla")
 
 
 def kv(records):

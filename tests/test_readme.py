@@ -128,16 +128,31 @@ def test_family_table_is_the_measured_one():
             for where, i in (("tokens/4000", 4000), ("family", 1000), ("tokens/8000", 8000))]
     small, more = ([next(d["mean"] for t, d in zip(x["tokens"], x["differences"]) if t == tokens and len(d["seeds"]) == 1)
                     for s, x in report["tokens"].items()] for tokens in (262144000, 524288000))
-    words = ("vanilla to {:.3f} instead of {:.3f}, and the differences to {:.3f} (identity), {:.3f} (sparse) and {:.3f} "
-             "(SVFormer)", "vanilla is at {:.3f}, and they have come down to {:.3f}, {:.3f} and {:.3f}")
-    for said, numbers in zip(words, (ends[:2] + small, ends[2:] + more)):
-        assert said.format(*numbers) in " ".join(table.split())
+    assert list(report["tokens"]) == ["identity", "sparse", "svformer"] and more[2] > more[0]  # "below identity's"
+    large = [report["family"]["systems"][s]["difference"]["seeds"]["1337"] for s in report["tokens"]]
+    curve = records.Records(os.path.join(REPO, "results")).curve
+    trained = [curve.relative(s, 524288000)[1][0, -1] for s in report["tokens"]]
+    sd, said = report["ablations"]["noise"], " ".join(table.split())
+    for words, numbers in (
+            ("take vanilla from {1:.3f} to {0:.3f}", ends),
+            ("from {:.3f} to {:.3f} (identity), from {:.3f} to {:.3f} (sparse) and from {:.3f} to {:.3f} (SVFormer)",
+             [x for pair in zip(large, small) for x in pair]),
+            ("vanilla is at {:.3f}, and they have come down to {:.3f}, {:.3f} and {:.3f},", ends[2:] + more),
+            ("{:.2f} epochs: on the training batches the three end at {:.3f}, {:.3f} and {:.3f},",
+             [524288 / 214305.319, *trained]),
+            ("count from {:.2f} on (from seed to seed they have a standard deviation of {:.3f} after 0.13B)",
+             [records.reach(sd, 1), sd["std"]])):
+        assert words.format(*numbers) in said, words
+    short = README.partition("In short: ")[2].partition("\n\n")[0]
+    ahead = {s: x for s, x in report["family"]["systems"].items() if s not in ("vanilla", "denseformer")}
+    assert len(ahead) == 7 and all(x["difference"]["mean"] < (x["paper"] or 0) for x in ahead.values()) and "all seven" in short
+    assert [s for s, x in ahead.items() if len(x["seeds"]) == 1] == ["constant", "neutreno"]
+    assert sum(x["paper"] is not None for x in ahead.values()) == 5
     means = {s: [d["mean"] for d in x["differences"]] for s, x in report["tokens"].items()}
-    assert set(means) == {"identity", "sparse", "svformer"} and all(m == sorted(m) and max(m) < 0 for m in means.values())
-    assert min(means, key=lambda s: means[s][-1] / means[s][0]) == "svformer"  # "shrinks fastest"
-    ahead = [x["difference"]["mean"] < (x["paper"] or 0) for s, x in report["family"]["systems"].items() if s != "vanilla"]
-    assert all(ahead)  # "by more than in the paper"
-    assert f"standard deviation of {report['ablations']['noise']['std']:.3f} after 0.13B" in " ".join(table.split())
+    assert all(m == sorted(m) and max(m) < 0 for m in means.values())  # "shrinks"
+    assert max(means, key=lambda s: means[s][-1] - means[s][0]) == "svformer"  # "most"
+    worse = [report["ablations"]["arms"][""]["systems"][f"{x}_residual"]["difference"]["mean"] for x in ("query", "key")]
+    assert 1.2 * records.reach(sd, 1) > worse[0] > records.reach(sd, 1) > worse[1] > 0
 
 
 def test_speeds_of_the_first_runs_are_the_logged_ones():
@@ -285,11 +300,11 @@ def test_systems_table_is_the_measured_one():
 
 
 def test_sinks_and_drains_are_the_measured_ones():
-    words = README.partition("## See the mechanism")[2].partition("\n## ")[0]
+    words = " ".join(README.partition("## See the mechanism")[2].partition("\n## ")[0].split())
     vanilla = []
     for budget in ("8000", "4000"):
-        with open(os.path.join(REPO, "results", "mechanism", budget, "concentration.json"), encoding="utf-8") as f:
-            content = json.load(f)
+        content, alike = (json.load(open(os.path.join(REPO, "results", "mechanism", budget, name), encoding="utf-8"))
+                          for name in ("concentration.json", "similarity.json"))
         sinks, drains, peaks = ({run.split("/")[0]: pick(x[a] / (x[b] if b in x else content[b]) for x in of["layers"])
                                  for run, of in content["models"].items()} for pick, a, b in (
             (max, "first_importance", "uniform_first_importance"), (min, "first_value_norm", "others_value_norm"),
@@ -298,7 +313,25 @@ def test_sinks_and_drains_are_the_measured_ones():
         others = [s for s in sinks if s != "vanilla"]
         assert len(others) == 3 and max(sinks[s] for s in others) < 1.05 and min(drains[s] for s in others) > 0.9
         if budget == "8000":
-            assert "the peak is {:.1f} to {:.1f}.".format(*sorted(peaks[s] for s in others)[::2]) in " ".join(words.split())
+            entropies = sorted(statistics.fmean(x["entropy_ratio"] for x in of["layers"]) for of in content["models"].values())
+            cosines = {run.split("/")[0]: statistics.fmean(of["similarity"][1:]) for run, of in alike["models"].items()
+                       if "random" not in run}
+            assert "peak is {:.1f} to {:.1f}.".format(*sorted(peaks[s] for s in others)[::2]) in words
+            assert "entropy is {:.2f} to {:.2f} times".format(*entropies[::3]) in words
+            assert "cosine of {:.2f} to {:.2f} against {:.2f}.".format(
+                *sorted(cosines[s] for s in others)[::2], cosines["vanilla"]) in words
     said = ("{:.1f} times as much attention as if it were uniform, keeps {:.2f} of the others' value norm and swells the "
-            "residual stream to {:.1f} times the mean (after 0.26B in 4,000: {:.1f}, {:.2f} and {:.1f})")
-    assert said.format(*vanilla) in " ".join(words.split())
+            "residual stream to {:.1f} times the mean, each in the layer where it is most extreme (after 0.26B in 4,000: {:.1f}, "
+            "{:.2f} and {:.1f})")
+    assert said.format(*vanilla) in words
+
+
+def test_copied_runs_are_equal():
+    """tokens/2000 is ablations/'s runs of these systems."""
+    for path in glob.glob(os.path.join(REPO, "results/tokens/2000/*/*/*")):
+        name = os.path.relpath(path, os.path.join(REPO, "results/tokens/2000"))
+        with open(path, "rb") as one, open(os.path.join(REPO, "results/ablations", name), "rb") as other:
+            assert one.read() == other.read(), name
+    for system in os.listdir(os.path.join(REPO, "results/tokens/2000")):
+        assert len(os.listdir(os.path.join(REPO, "results/tokens/2000", system))) == len(
+            os.listdir(os.path.join(REPO, "results/ablations", system)))

@@ -161,7 +161,7 @@ def test_extrapolation_over_tokens(make):
     half_b = 4.3027 * math.sqrt(s2 * np.linalg.inv(design.T @ design)[1, 1])
     assert facts["fit"]["b_interval_95"] == pytest.approx([-theta[1] - half_b, -theta[1] + half_b], rel=1e-3)
     assert content["tokens"]["sparse"]["fit"] is None and "the sign changes" in text
-    assert content["tokens"]["svformer"]["fit"] is None and "| svformer | 20B, extrapolated | -: vanilla overtakes it |" in text
+    assert content["tokens"]["svformer"]["fit"] is None and "| -: no D^-b: in the paper vanilla overtakes it |" in text
     assert "extrapolation far outside of the data" in text
     got = verdicts(content)
     assert got["identity is below vanilla at every number of tokens"] == "not testable at this budget"  # one seed
@@ -174,6 +174,12 @@ def test_power_law_of_few_points():
     fit, at = report.power_law(three, [0.02, 0.01, 0.005])
     assert [fit["b"], *fit["b_interval_95"]] == pytest.approx([math.log10(2)] * 3)
     assert at(1e11) == pytest.approx((0.0025,) * 3)
+    b = 0.1  # the noise between seeds takes the first point and the last a tenth up or down
+    noisy, far = report.power_law(three, [0.02, 0.01, 0.005], [0.02 * b, 0.0, 0.005 * b])
+    slope = b * math.sqrt(2) / (2 * math.log(10))  # of (1, 0, -1) / (2 ln 10) times b at both ends
+    assert noisy["b_interval_95"] == pytest.approx([math.log10(2) - slope, math.log10(2) + slope])
+    wide = b * math.hypot(1 / 3 - 1, 1 / 3 + 1)  # at 1e11 the ends weigh 1/3 -+ 1
+    assert far(1e11) == pytest.approx((0.0025, 0.0025 * math.exp(-wide), 0.0025 * math.exp(wide)))
     assert report.power_law(three[:2], [0.02, 0.01]) is None  # any two points lie on such a curve
     assert report.power_law(three, [-0.02, -0.01, 0.02]) is None and report.power_law(three, [-0.02, -0.01, 0.0]) is None
 
@@ -243,6 +249,16 @@ def test_data_saving(make):
     content, text, _, _ = make()
     assert content["saving"]["identity"]["seeds"] == [1337, 1338] and verdicts(content)[claim] == "holds"
     assert got["ResFormer (sparse) reaches vanilla's loss with less data"] == "not testable at this budget"
+
+
+def test_a_saving_beyond_the_budgets_is_marked():
+    """Losses fall by 1 with every doubling; vanilla's at 4 is 1.5, within a half or within 0.6 of them."""
+    inside, outside = (report.horizontal([1, 2, 4], [3.0, 2.0, 1.0], 4, 1.5, half) for half in (0.5, 0.6))
+    assert inside["saving"] == outside["saving"] == pytest.approx(1 - 2 ** -0.5)
+    assert inside["interval_95"] == pytest.approx([0.0, 0.5]) and inside["interval_outside"] is None
+    assert outside["interval_95"] is None and outside["interval_outside"] == pytest.approx([1 - 2 ** 0.1, 1 - 2 ** -1.1])
+    assert [records.saving_interval(x) for x in (inside, outside)] == [" [0.0%, 50.0%]", " [-7.2%, 53.3%]*"]
+    assert records.saving_interval(report.horizontal([1, 2, 4], [3.0, 2.0, 1.0], 4, 1.5, None)) == ""
 
 
 def test_what_cannot_be_used_is_named(make):
@@ -396,10 +412,10 @@ def test_mechanism_of_another_budget_has_rows_of_its_own(make):
     assert m["family"]["vanilla_loss"] > m["tokens/40"]["vanilla_loss"] > m["tokens/100"]["vanilla_loss"]
 
     def cell(vanilla, iters, home, seeds="1 seed, over its passages [+0.0700, +0.1200]"):
-        return f"{vanilla + 0.1:.4g} against vanilla's {vanilla:.4g}; +0.1000, {iters / 1e6:.3g}B tokens in {iters} " \
-            f"iterations, {seeds}, {home}/"
-    assert "| 0.3005 against vanilla's 0.2; +0.1005 [+0.0941, +0.1069], 2e-05B tokens in 20 iterations, 2 seeds, family/; " \
-        f"also {cell(0.4, 100, 'tokens/100')} | holds |" in claimed  # the lowest of the others
+        return f"{vanilla + 0.1:.4g} against vanilla's {vanilla:.4g} of the questions; +0.1000, {iters / 1e6:.3g}B tokens in " \
+            f"{iters} iterations, {seeds}, {home}/"
+    assert "| 0.3005 against vanilla's 0.2 of the questions; +0.1005 [+0.0941, +0.1069], 2e-05B tokens in 20 iterations, " \
+        f"2 seeds, family/; also {cell(0.4, 100, 'tokens/100')} | holds |" in claimed  # the lowest of the others
     (make.root / "mechanism/lastword.json").unlink()  # one seed has no noise of its own, and takes none from others
     assert f"| {cell(0.4, 100, 'tokens/100')}; also {cell(0.3, 40, 'tokens/40')} | not testable at this budget |" in make()[1]
 
@@ -430,7 +446,8 @@ def test_mechanism_of_seeds_is_paired(make):
     content, text, _, _ = make()
     for claim, words in (("½ A (V_n + V_{n-1}) is nearer to cross-layer attention than identity mapping",
                           "in 4 of 4 layers (of V_(n-1) alone: in 2), 2e-05B tokens in 20 iterations, 2 seeds, family/"),
-                         ("ResFormer (identity) gets more questions right", "0.3045 against vanilla's 0.205; +0.0995")):
+                         ("ResFormer (identity) gets more questions right",
+                          "0.3045 against vanilla's 0.205 of the questions; +0.0995")):
         assert verdicts(content)[claim] == "holds" and words in text
     of = content["mechanism"]["of_runs"]["family"]["systems"]
     assert of["largest"]["identity mixed"] == {"1337": 2.5, "1338": 2.6}
@@ -455,7 +472,8 @@ def test_learned_weights_are_those_of_the_logs(make):
     got, mean = verdicts(content), 0.1 + np.mean(list(NOISE.values()))
     assert got["learned λ1 grows with depth"] == "holds" == got["learned λ1/λ2 grows with depth"]
     for change in (mean, 2 * mean):
-        assert f"| change per layer {change:+.4f} [" in text
+        assert f"| a line's change per layer {change:+.4f} [" in text
+    assert text.count("3 seeds; highest in layer 8 of 8 | holds |") == 2
 
 
 def test_hurried_schedules_say_nothing_of_tokens(make):
@@ -474,6 +492,8 @@ def test_hurried_schedules_say_nothing_of_tokens(make):
     facts = content["saving"]["identity"]["budgets"]
     assert [b["hurried"] for b in facts] == [False, False, True, False] and "vanilla at 2e-05B: +0.1" in text
     assert verdicts(content)[claim] == "holds partly"  # read off between 40 and 66, which are not
+    marked = re.findall(r"^\| identity \| (\S+)B \| -0\.\d+(†?) \|", text, re.M)
+    assert marked == [("1e-05", ""), ("2e-05", "†"), ("4e-05", ""), ("6.6e-05", "")]
     shutil.rmtree(make.root / "tokens/66")
     content, text, _, _ = make()
     assert "; the shorter runs' schedule is too short" in text and verdicts(content)[claim] == "not testable at this budget"
