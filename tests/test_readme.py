@@ -128,7 +128,7 @@ def test_family_table_is_the_measured_one():
             for where, i in (("tokens/4000", 4000), ("family", 1000), ("tokens/8000", 8000))]
     small, more = ([next(d["mean"] for t, d in zip(x["tokens"], x["differences"]) if t == tokens and len(d["seeds"]) == 1)
                     for s, x in report["tokens"].items()] for tokens in (262144000, 524288000))
-    assert list(report["tokens"]) == ["identity", "sparse", "svformer"] and more[2] > more[0]  # "below identity's"
+    assert list(report["tokens"]) == ["identity", "sparse", "svformer"] and more[2] > more[0]  # "behind identity"
     large = [report["family"]["systems"][s]["difference"]["seeds"]["1337"] for s in report["tokens"]]
     curve = records.Records(os.path.join(REPO, "results")).curve
     trained = [curve.relative(s, 524288000)[1][0, -1] for s in report["tokens"]]
@@ -321,8 +321,8 @@ def test_sinks_and_drains_are_the_measured_ones():
             assert "cosine of {:.2f} to {:.2f} against {:.2f}.".format(
                 *sorted(cosines[s] for s in others)[::2], cosines["vanilla"]) in words
     said = ("{:.1f} times as much attention as if it were uniform, keeps {:.2f} of the others' value norm and swells the "
-            "residual stream to {:.1f} times the mean, each in the layer where it is most extreme (after 0.26B in 4,000: {:.1f}, "
-            "{:.2f} and {:.1f})")
+            "residual stream to {:.1f} times the mean, each in the layer where it is most extreme (after 0.26B in 4,000: "
+            "{:.1f}, {:.2f} and {:.1f})")
     assert said.format(*vanilla) in words
 
 
