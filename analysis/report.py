@@ -9,7 +9,8 @@ Reads config.json and log.jsonl of runs, as train.py wrote them, and the JSON of
     tokens/BUDGET/SYSTEM/seedSEED/               several budgets, each with a schedule of its own that is fully decayed;
                                                  where the batch is the same, family/'s beside them
     mechanism/NAME.json                          concentration, similarity, spectrum, lambdas, mapping and lastword of family/'s
-                                                 runs, also in mechanism/seedSEED/; in mechanism/BUDGET/ of tokens/BUDGET's
+                                                 runs, also in mechanism/seedSEED/; in mechanism/BUDGET/ and
+                                                 mechanism/BUDGET/seedSEED/ of tokens/BUDGET's
     sizes/SIZE/SYSTEM/seedSEED/                  and so kv/, lengths/, rates/, ablations/, as their configs in config/ say
 
 and writes report.md, report.json and a picture per section. Systems that family/ lacks, and what is unfinished, damaged or not
@@ -379,10 +380,10 @@ MECHANISM = {  # {number: (analysis, column, number of one run's result, format)
 
 
 def beside(records, file):
-    """Paths of mechanism/FILE and mechanism/*/FILE, those that are there."""
+    """Paths of mechanism/FILE, mechanism/*/FILE and mechanism/*/*/FILE, those that are there."""
     paths = [os.path.relpath(os.path.join(path, file), records.root).replace(os.sep, "/")
              for path, files in records.walk("mechanism") if file in files]
-    return [path for path in paths if path.count("/") < 3]
+    return [path for path in paths if path.count("/") < 4]
 
 
 def finite(value):
@@ -396,7 +397,7 @@ def finite(value):
 def mechanism(records):
     """
     A few numbers per system of what the analyses of checkpoints wrote: of family/'s in mechanism/ and mechanism/seedSEED/, of
-    tokens/N's in mechanism/N. Only of runs that are compared in the sections above.
+    tokens/N's in mechanism/N and mechanism/N/seedSEED. Only of runs that are compared in the sections above.
     """
     compared = {p.run.name.replace(os.sep, "/"): p for pool in (records.curve, records) for of in pool.points.values()
                 for p in of.values()}

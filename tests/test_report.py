@@ -390,8 +390,8 @@ def test_mechanism_of_the_wrong_form_is_named(make):
 def test_mechanism_of_another_budget_has_rows_of_its_own(make):
     write_family(make.root, {"identity": -0.03}, seeds=(1337, 1338))
     write_tokens(make.root, {"identity": lambda tokens: -0.05}, budgets=(100, 40))
-    for folder, rank in (("mechanism", 9.0), ("mechanism/40", 10.0), ("mechanism/100", 11.0)):
-        (make.root / folder).mkdir()
+    for folder, rank in (("mechanism", 9.0), ("mechanism/40/seed1337", 10.0), ("mechanism/100", 11.0)):
+        (make.root / folder).mkdir(parents=True)
         models = {f"{system}/seed1337": {"layers": [{"layer": 1, "effective_rank": rank + (system != "vanilla"), "largest": 1}]}
                   for system in ("vanilla", "identity")}
         (make.root / folder / "spectrum.json").write_text(json.dumps({"models": models}))
