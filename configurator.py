@@ -5,8 +5,9 @@ Options for a script: dataclass defaults <- config files <- --key=value.
 
 A script declares its options as a dataclass, one per line with a trailing comment, and calls
 configure(Config, argv). A config file is plain Python that assigns to those names. Files stack from
-left to right and --key=value wins over all files; of a repeated key the last counts. Every value,
-from a file or the command line, passes the same typed gate (convert).
+left to right and --key=value wins over all files, except over what a run of a list sets for itself;
+of a repeated key the last counts. Every value, from a file or the command line, passes the same typed
+gate (convert).
 
 Bad input raises UserError; command(main) turns it into one line on stderr and exit code 2.
 """
@@ -24,6 +25,7 @@ import types
 import typing
 
 REPO = os.path.dirname(os.path.abspath(__file__))
+NANOGPT = {"gradient_accumulation_steps": "tokens_per_iter", "lr": "learning_rate"}  # names that users bring: ours
 
 
 class Picked(dict):
@@ -46,7 +48,7 @@ def command(main):
     except (MemoryError, RuntimeError) as e:
         if not out_of_memory(e):
             raise
-        message = "out of memory: give less at a time, as with a smaller --batch_size or --num_samples"
+        message = "out of memory: give less at a time, as with a smaller --batch_size, --num_samples or --max_new_tokens"
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         sys.exit(130)
@@ -108,8 +110,9 @@ def override(config, values, where, typed=False):
     hints, new = typing.get_type_hints(type(config)), {}
     for name, value in values.items():
         if name not in hints:
-            close = difflib.get_close_matches(name, hints, n=1, cutoff=0.5)
-            hint = f"did you mean {close[0]}?" if close else "--help lists all options"
+            close = [NANOGPT[name]] if NANOGPT.get(name) in hints else difflib.get_close_matches(name, hints, n=1)
+            hint = f"did you mean {close[0]}?" if close else "--help lists all options" + (
+                "" if typed else "; a name of a file's own begins with _")
             raise UserError(f"{where}: unknown option {name!r}; {hint}")
         if hints[name] is dict and typed:
             have, names = Picked(getattr(config, name)), [word.strip() for word in value.split(",") if word.strip()]
@@ -138,10 +141,10 @@ def read_file(path, known=()):
         with open(found, encoding="utf-8") as f:
             tree = ast.parse(f.read(), found)
         exec(compile(tree, found, "exec"), space)
-    except Exception as e:
+    except (Exception, SystemExit) as e:
         line = e.lineno if isinstance(e, SyntaxError) else next(
             (f.lineno for f in reversed(inspect.getinnerframes(e.__traceback__, 0)) if f.filename == found), 0)
-        raise UserError(f"{found}, line {line}: {type(e).__name__}: {e}") from None
+        raise UserError(f"{found}{f', line {line}' * bool(line)}: {type(e).__name__}: {e}") from None
     imported = {name.asname or name.name for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))
                 for name in node.names}
     return {k: v for k, v in space.items()

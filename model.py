@@ -701,6 +701,8 @@ def load_checkpoint(path):
             raise ValueError(f"{path}: has the unknown model options {', '.join(foreign)}; update this code")
     except FileNotFoundError:
         raise ValueError(f"{path}: no such checkpoint; train.py writes it") from None
+    except PermissionError as e:
+        raise ValueError(f"{path}: can't be read ({e.strerror}); it may be whole: change its permissions") from None
     except (OSError, RuntimeError, EOFError, KeyError, TypeError, AttributeError, pickle.UnpicklingError) as e:
         raise ValueError(f"{path}: cut, damaged, or not written by train.py ({type(e).__name__}); restore it, or remove it "
                          "and train again") from None

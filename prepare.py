@@ -183,6 +183,21 @@ class BadShard(UserError):
 SPLIT = re.compile(r"(train|validation|valid|val|test)[-_.0-9]")  # how the hub names the shards of a split
 
 
+def walk(folder):
+    """(path, names of its files) of the folder and all below, through links, sorted. Raises UserError for an unreadable one."""
+    def unreadable(e):
+        if not isinstance(e, (FileNotFoundError, NotADirectoryError)):
+            raise UserError(f"{e.filename}: can't be read ({e.strerror}); mend that, or give another folder") from None
+    seen = set()
+    for path, folders, names in os.walk(folder, followlinks=True, onerror=unreadable):
+        folders.sort()
+        if (real := os.path.realpath(path)) in seen:  # a link led back
+            folders.clear()
+        else:
+            seen.add(real)
+            yield path, sorted(names)
+
+
 def find_files(source, patterns="", besides=""):
     """
     The files of a file or folder, sorted by name, without those of the source `besides`. Where shards are named train-...,
@@ -196,7 +211,7 @@ def find_files(source, patterns="", besides=""):
     if os.path.isfile(source):
         files = [source]
     else:
-        files = sorted(os.path.join(folder, name) for folder, _, names in os.walk(source) for name in names
+        files = sorted(os.path.join(folder, name) for folder, names in walk(source) for name in names
                        if name.endswith(SUFFIXES) and not name.startswith("."))
         named = [p for p in files if (m := SPLIT.match(os.path.basename(p))) and m[1] == split]
         files = named if named or split != "train" else files
@@ -597,8 +612,12 @@ def bin_dtype(n_vocab):
 @contextlib.contextmanager
 def locked(folder, wait=False):
     """Create the folder and hold it for this process. When another process holds it, waits, or raises UserError."""
-    os.makedirs(folder, exist_ok=True)
-    with open(os.path.join(folder, ".lock"), "a") as f:
+    try:
+        os.makedirs(folder, exist_ok=True)
+        f = open(os.path.join(folder, ".lock"), "a")
+    except OSError as e:
+        raise UserError(f"--out_dir={folder}: can't be written ({e.filename}: {e.strerror}); give another folder") from None
+    with f:
         try:
             import fcntl
             fcntl.flock(f, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
@@ -760,6 +779,7 @@ def prepare(config):
                 val_fraction=config.val_fraction, max_tokens=config.max_tokens, mix=config.mix, seed=config.seed)
     quotas, given = parse_mix(config), config
     config = with_parts(config)
+
     if config.val_source != given.val_source:
         print(f"validation text: {config.val_source}")
     for source, patterns, besides in ((config.source, config.data_files, config.val_source), (config.val_source, "", "")):

@@ -321,7 +321,9 @@ def open_data(config, world):
     """prepare.Data of config.data; the built-in corpus is made when it is missing. Raises UserError."""
     if config.data == "builtin" and not os.path.exists("builtin"):
         if world.rank == 0 and not os.path.exists("data/builtin/meta.json"):
-            prepare.prepare(prepare.Config(num_proc=1, out_dir="data/builtin"))
+            with prepare.locked("data", wait=True):  # another run may be making it
+                if not os.path.exists("data/builtin/meta.json"):
+                    prepare.prepare(prepare.Config(num_proc=1, out_dir="data/builtin"))
         world.barrier()
     data = prepare.Data(config.data)
     for name, b in (("train", data.train), ("val", data.val["val"])):
@@ -450,8 +452,10 @@ def check_baseline(config, data, folder):
     try:
         with open(path, encoding="utf-8") as f:
             theirs = json.load(f)["comparable"]
+        os.stat(path := os.path.join(folder, "log.jsonl"))
     except (OSError, ValueError, KeyError, TypeError):
-        raise UserError(f"--baseline={folder}: {path} is missing or not written by train.py") from None
+        raise UserError(f"--baseline={folder}: {path} is missing or not written by train.py; give the folder of one run, with "
+                        "its config.json and log.jsonl") from None
     same(theirs, comparable(config, data), folder)
 
 
@@ -882,7 +886,12 @@ def plan(config, everything=False):
         seeds = [int(s) for s in config.seeds.split(",")] if config.seeds else [None]
     except ValueError:
         raise UserError(f"--seeds={config.seeds}: expected whole numbers, as 1337,1338,1339") from None
-    named = {o["baseline"] for o in config.runs.values() if isinstance(o, dict) and o.get("baseline")}
+    for name, options in config.runs.items():
+        if not (isinstance(name, str) and name and name == os.path.basename(name) and not name.startswith(".")
+                and isinstance(options, dict) and all(isinstance(k, str) for k in options)):
+            raise UserError(f"runs[{name!r}]: expected a name that can be a folder, and a dict of options")
+        override(config, options, f"runs[{name!r}]")
+    named = {o["baseline"] for o in config.runs.values() if o.get("baseline")}
     if len(set(seeds)) < len(seeds):
         raise UserError(f"--seeds={config.seeds}: a seed comes twice")
     if config.baseline:
@@ -891,8 +900,6 @@ def plan(config, everything=False):
     for seed, (name, options) in itertools.product(seeds, config.runs.items()):
         if name not in picked:
             continue
-        if not isinstance(options, dict) or not name or name != os.path.basename(name) or name.startswith("."):
-            raise UserError(f"runs[{name!r}]: expected a name that can be a folder, and a dict of options")
         if {"out_dir", "runs", "seeds"} & set(options):
             raise UserError(f"runs[{name!r}]: out_dir, runs and seeds belong to the list, not to one run")
         run = override(config, options, f"runs[{name!r}]")
@@ -915,21 +922,25 @@ def summarize(config):
     for name, _, run in plan(config, everything=True):
         steps, evals = read_log(run.out_dir)
         path = os.path.join(run.out_dir, "config.json")
-        if not steps or not os.path.exists(path):
+        if not steps:
             continue
-        with open(path, encoding="utf-8") as f:
-            facts = json.load(f)
-        if facts["max_iters"] not in evals:
+        try:
+            with open(path, encoding="utf-8") as f:
+                facts = json.load(f)
+            if facts["max_iters"] not in evals:
+                continue
+        except (OSError, ValueError, KeyError, TypeError):
+            print(f"not in the table: {path} is missing or not written by train.py", file=sys.stderr)
             continue
-        if facts["baseline"]:
+        if run.baseline:
             with contextlib.suppress(OSError, KeyError, ValueError), \
-                    open(os.path.join(facts["baseline"], "config.json"), encoding="utf-8") as f:
-                same(json.load(f)["comparable"], facts["comparable"], facts["baseline"])
-            fill_relative(run.out_dir, facts["baseline"])
+                    open(os.path.join(run.baseline, "config.json"), encoding="utf-8") as f:
+                same(json.load(f)["comparable"], facts["comparable"], run.baseline)
+            fill_relative(run.out_dir, run.baseline)
             steps, evals = read_log(run.out_dir)
         end, last = evals[facts["max_iters"]], sorted(steps)[-facts["rel_window"]:]
         row = summary.setdefault(name, {
-            "baseline": os.path.relpath(facts["baseline"], config.out_dir).split(os.sep)[0] if facts["baseline"] else None,
+            "baseline": os.path.relpath(run.baseline, config.out_dir).split(os.sep)[0] if run.baseline else None,
             "n_params": facts["n_params"], "kv_bytes_per_token": facts["kv_bytes_per_token"], "seeds": {}})
         known = [x for i in last if (x := steps[i]["loss"]) is not None]
         row["seeds"][str(facts["seed"])] = one = {
@@ -1012,7 +1023,11 @@ def train_list(config, world, signals):
     if config.sample_tokens:
         for name, seed, run in planned:
             if seed is None or run.seed == int(config.seeds.split(",")[0]):
-                print(f"\n-- {name} writes:\n{sample_text(run)}")
+                try:
+                    text = sample_text(run)
+                except UserError as e:  # its tokenizer may be gone: no reason to keep the table back
+                    text = f"no text: {e}"
+                print(f"\n-- {name} writes:\n{text}")
     print("\n" + table(summary) + f"\n\nwrote {config.out_dir}/summary.json and {picture}")
 
 
@@ -1069,6 +1084,8 @@ def main():
             raise UserError("--seeds needs a config file that defines runs; for one run use --seed")
         else:
             check_value_lr_scale(config)
+            if config.sample_tokens:
+                raise UserError(f"--sample_tokens={config.sample_tokens}: is for a list of runs; sample.py writes texts")
             train_one(config, world, signals)
     if world.group:
         torch.distributed.destroy_process_group()

@@ -152,7 +152,7 @@ def find_runs(paths):
     """The runs in these folders, or below them, in order. Raises UserError for a path that holds none."""
     found, listed = [], False
     for path in paths:
-        below = [folder for folder, _, files in sorted(os.walk(path))
+        below = [folder for folder, files in sorted(prepare.walk(path))
                  if "config.json" in files and "generation_config.json" not in files]  # that would be an exported Llama
         if not below:
             problem = "no such folder" if not os.path.exists(path) else "no run in it: config.json is missing"

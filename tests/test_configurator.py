@@ -459,3 +459,19 @@ def test_a_script_called_wrongly(argv, tmp_path):
     (RuntimeError("Expected contiguous memory format"), False), (UserError("no more memory"), False)])
 def test_what_is_out_of_memory(error, is_one):
     assert configurator.out_of_memory(error) == is_one
+
+
+def test_nanogpts_names_lead_to_ours(tmp_path, monkeypatch):
+    """By meaning, not by likeness; a name that is like none has no such hint, and a config file's own names are explained."""
+    import train
+    for name, words in (("gradient_accumulation_steps", "did you mean tokens_per_iter?"), ("lr", "did you mean learning_rate?"),
+                        ("bias", "--help lists all options"), ("always_save_checkpoint", "--help lists all options"),
+                        ("dataset", "did you mean data?"), ("n_layers", "did you mean n_layer?")):
+        with pytest.raises(UserError, match=re.escape(words)):
+            configure(train.Config, [f"--{name}=1"])
+    (tmp_path / "own.py").write_text("for i in range(3):\n    pass\n")
+    with pytest.raises(UserError, match="unknown option 'i'; .* own begins with _"):
+        configure(Options, [str(tmp_path / "own.py")])
+    (tmp_path / "exits.py").write_text("import sys\nsys.exit(3)\n")
+    with pytest.raises(UserError, match="exits.py, line 2: SystemExit: 3"):
+        configure(Options, [str(tmp_path / "exits.py")])

@@ -1644,3 +1644,31 @@ def test_a_long_document_does_not_close_its_source(tmp_path):
     meta = prep(tmp_path / "a.jsonl", tmp_path / "out", mix="C4:50,Book:50", max_tokens=4000, val_fraction=0.01)
     for source in ("C4", "Book"):
         assert 0.98 * 2000 <= meta["sources"][source]["train"]["tokens"] <= 2000
+
+
+def test_shards_behind_links_are_read_once(tmp_path, monkeypatch):
+    """Of a link to a folder elsewhere, one beside it to the same, and one that leads back; an unreadable folder is named."""
+    docs = some_docs(90)
+    shard(tmp_path / "in/a/x.jsonl", docs[:40])
+    shard(tmp_path / "disk/y.jsonl", docs[40:])
+    for name, to in (("b", "disk"), ("c", "disk"), ("a/up", "in")):
+        (tmp_path / "in" / name).symlink_to(tmp_path / to)
+    meta = prep(tmp_path / "in", tmp_path / "out")
+    assert sum(x["documents"] for of in meta["sources"].values() for x in of.values()) == 90
+    scan = os.scandir
+
+    def protected(path):
+        if str(path).endswith("/c"):
+            raise PermissionError(13, "Permission denied", path)
+        return scan(path)
+    monkeypatch.setattr(os, "scandir", protected)
+    with pytest.raises(UserError, match="in/c: can't be read .Permission denied.; mend that"):
+        prepare.find_files(str(tmp_path / "in"))
+
+
+@pytest.mark.parametrize("place", ["file", "file/below"])
+def test_an_out_dir_that_cannot_be_made(tmp_path, place):
+    (tmp_path / "file").write_text("kept")
+    with pytest.raises(UserError, match=rf"^--out_dir=.*{place}: can't be written \(.*\); give another folder"):
+        prep(shard(tmp_path / "a.jsonl", some_docs()), tmp_path / place)
+    assert (tmp_path / "file").read_text() == "kept"

@@ -1,6 +1,7 @@
 """
 train.py in one process: the schedule, the data order, log.jsonl, resume, refusals, and lists of runs against a baseline.
 """
+import contextlib
 import dataclasses
 import json
 import math
@@ -1687,3 +1688,64 @@ def test_a_record_tells_the_version_of_the_code(data, monkeypatch, tmp_path):
         (tmp_path / name).write_bytes(b"# changed\n" + (tmp_path / name).read_bytes())
         found.append(train.code())
     assert len(set(found)) == len(names) and found[-1] == found[-2]
+
+
+@pytest.mark.parametrize("runs, words", [
+    ({1: {}, "b": {}}, "runs[1]: expected a name"), ({"a": {}, "b": {1: 2}}, "runs['b']: expected a name that can be a folder"),
+    ({"a": {}, "b": {"baseline": ["a"]}}, "runs['b']: baseline: found ['a'], expected text"), ({"a": {}, "b": 3}, "runs['b']")])
+def test_a_list_of_another_form_is_refused(data, capsys, runs, words):
+    Path("list.py").write_text(f"runs = {runs!r}\n")
+    assert words in refused(capsys, "list.py", f"--data={data}", "--out_dir=o") and not os.path.exists("o")
+
+
+def test_a_list_that_was_moved_or_damaged_has_its_table(data, capsys, monkeypatch):
+    """Its baselines are those beside the runs, wherever they lie; what can't be read is named; no text takes the table away."""
+    Path("list.py").write_text("runs = {'a': {}, 'b': {'value_residual': True}, 'c': {'shared_value': True}}\n")
+    words = "list.py", f"--data={data}", "--max_iters=2"
+    assert go(*words, "--out_dir=o") == 0
+    os.rename("o", "moved")
+    Path("moved/c/config.json").write_text("{")
+    monkeypatch.setattr(train, "train_one", lambda *a: None)
+
+    def gone(name):
+        raise UserError("tokenizer gone.json: no such file")
+    monkeypatch.setattr(prepare, "get_tokenizer", gone)
+    capsys.readouterr()
+    assert go(*words, "--out_dir=moved", "--sample_tokens=5") == 0
+    said, summary = capsys.readouterr(), json.loads(Path("moved/summary.json").read_text())
+    assert {name: row["baseline"] for name, row in summary.items()} == {"a": None, "b": "a"}
+    assert "not in the table: moved/c/config.json is missing or not written by train.py" in said.err
+    assert said.out.count("no text: tokenizer gone.json") == 3 and "val loss - baseline" in said.out
+
+
+def test_a_baseline_without_its_log_is_refused(data, capsys):
+    assert go(f"--data={data}", "--out_dir=base", "--max_iters=2") == 0
+    os.remove("base/log.jsonl")
+    err = refused(capsys, f"--data={data}", "--out_dir=o", "--max_iters=2", "--baseline=base")
+    assert "--baseline=base: base/log.jsonl is missing" in err and "config.json and log.jsonl" in err
+    assert "is for a list of runs" in refused(capsys, f"--data={data}", "--out_dir=o", "--sample_tokens=5")
+
+
+def test_a_protected_checkpoint_is_not_called_damaged(monkeypatch):
+    def load(*args, **options):
+        raise PermissionError(13, "Permission denied", "o/ckpt.pt")
+    monkeypatch.setattr(torch, "load", load)
+    with pytest.raises(ValueError, match="o/ckpt.pt: can't be read .Permission denied.; it may be whole"):
+        model.load_checkpoint("o/ckpt.pt")
+
+
+def test_two_first_runs_share_the_builtin_corpus(monkeypatch):
+    """The second waits for the first, and finds the corpus made."""
+    made = []
+
+    @contextlib.contextmanager
+    def locked(folder, wait):
+        assert (folder, wait) == ("data", True)
+        os.makedirs("data/builtin")
+        Path("data/builtin/meta.json").write_text("{}")  # another run made it meanwhile
+        yield
+    monkeypatch.setattr(prepare, "locked", locked)
+    monkeypatch.setattr(prepare, "prepare", made.append)
+    with pytest.raises(UserError):  # of the empty meta.json
+        train.open_data(train.Config(), train.World())
+    assert not made
