@@ -803,11 +803,13 @@ def prepare(config):
             bins = {n: f.tell() // writer.dtype.itemsize for n, f in writer.files.items()}
             if not bins["train"] or not bins["val"]:
                 empty = "train" if not bins["train"] else "val"
+                documents = sum(c["documents"] for s in counts.values() for c in s.values())
                 raise UserError(
-                    f"source {config.source}: {sum(c['documents'] for s in counts.values() for c in s.values())} documents, "
+                    f"source {config.source}: {documents} documents, "
                     f"none left for {empty}.bin"
                     + (f"; {sum(n for n, _ in bad.values())} were skipped: {summary(bad)}" if bad else "")
-                    + (f"; --mix={config.mix} names none of them, or --max_tokens is too small"
+                    + ('; expected an object {"text": ...} on each line' if bad and not documents else
+                       f"; --mix={config.mix} names none of them, or --max_tokens is too small"
                        if empty == "train" and config.mix else
                        f"; --max_tokens={config.max_tokens} is below the first one's length"
                        if empty == "train" and config.max_tokens else

@@ -1672,3 +1672,9 @@ def test_an_out_dir_that_cannot_be_made(tmp_path, place):
     with pytest.raises(UserError, match=rf"^--out_dir=.*{place}: can't be written \(.*\); give another folder"):
         prep(shard(tmp_path / "a.jsonl", some_docs()), tmp_path / place)
     assert (tmp_path / "file").read_text() == "kept"
+
+
+def test_a_file_of_another_form_is_told_what_was_expected(tmp_path):
+    (tmp_path / "a.jsonl").write_text('[{"text": "in a list"}]\n{"content": "in another field"}\n')
+    with pytest.raises(UserError, match=r'0 documents.*no field "text": 2 .*; expected an object \{"text": \.\.\.\}'):
+        prep(tmp_path / "a.jsonl", tmp_path / "out")
