@@ -183,13 +183,19 @@ class BadShard(UserError):
 SPLIT = re.compile(r"(train|validation|valid|val|test)[-_.0-9]")  # how the hub names the shards of a split
 
 
-def walk(folder):
-    """(path, names of its files) of the folder and all below, through links, sorted. Raises UserError for an unreadable one."""
-    def unreadable(e):
-        if not isinstance(e, (FileNotFoundError, NotADirectoryError)):
-            raise UserError(f"{e.filename}: can't be read ({e.strerror}); mend that, or give another folder") from None
+def refuse(e):
+    if not isinstance(e, NotADirectoryError):
+        raise UserError(f"{e.filename}: can't be read ({e.strerror}); mend that, or give another folder") from None
+
+
+def walk(folder, unreadable=refuse):
+    """
+    (path, names of its files) of the folder and all below, through links, sorted; nothing where there is none. unreadable(e)
+    hears of what can't be read: the default raises UserError.
+    """
     seen = set()
-    for path, folders, names in os.walk(folder, followlinks=True, onerror=unreadable):
+    for path, folders, names in os.walk(
+            folder, followlinks=True, onerror=lambda e: None if isinstance(e, FileNotFoundError) else unreadable(e)):
         folders.sort()
         if (real := os.path.realpath(path)) in seen:  # a link led back
             folders.clear()
@@ -779,7 +785,6 @@ def prepare(config):
                 val_fraction=config.val_fraction, max_tokens=config.max_tokens, mix=config.mix, seed=config.seed)
     quotas, given = parse_mix(config), config
     config = with_parts(config)
-
     if config.val_source != given.val_source:
         print(f"validation text: {config.val_source}")
     for source, patterns, besides in ((config.source, config.data_files, config.val_source), (config.val_source, "", "")):
@@ -805,8 +810,7 @@ def prepare(config):
                 empty = "train" if not bins["train"] else "val"
                 documents = sum(c["documents"] for s in counts.values() for c in s.values())
                 raise UserError(
-                    f"source {config.source}: {documents} documents, "
-                    f"none left for {empty}.bin"
+                    f"source {config.source}: {documents} documents, none left for {empty}.bin"
                     + (f"; {sum(n for n, _ in bad.values())} were skipped: {summary(bad)}" if bad else "")
                     + ('; expected an object {"text": ...} on each line' if bad and not documents else
                        f"; --mix={config.mix} names none of them, or --max_tokens is too small"

@@ -886,11 +886,14 @@ def plan(config, everything=False):
         seeds = [int(s) for s in config.seeds.split(",")] if config.seeds else [None]
     except ValueError:
         raise UserError(f"--seeds={config.seeds}: expected whole numbers, as 1337,1338,1339") from None
+    runs = {}
     for name, options in config.runs.items():
         if not (isinstance(name, str) and name and name == os.path.basename(name) and not name.startswith(".")
                 and isinstance(options, dict) and all(isinstance(k, str) for k in options)):
             raise UserError(f"runs[{name!r}]: expected a name that can be a folder, and a dict of options")
-        override(config, options, f"runs[{name!r}]")
+        if {"out_dir", "runs", "seeds"} & set(options):
+            raise UserError(f"runs[{name!r}]: out_dir, runs and seeds belong to the list, not to one run")
+        runs[name] = override(config, options, f"runs[{name!r}]")
     named = {o["baseline"] for o in config.runs.values() if o.get("baseline")}
     if len(set(seeds)) < len(seeds):
         raise UserError(f"--seeds={config.seeds}: a seed comes twice")
@@ -900,9 +903,7 @@ def plan(config, everything=False):
     for seed, (name, options) in itertools.product(seeds, config.runs.items()):
         if name not in picked:
             continue
-        if {"out_dir", "runs", "seeds"} & set(options):
-            raise UserError(f"runs[{name!r}]: out_dir, runs and seeds belong to the list, not to one run")
-        run = override(config, options, f"runs[{name!r}]")
+        run = runs[name]
         base = options.get("baseline") or ("" if name == first or name in named else first)
         if base and (base not in config.runs or base == name):
             raise UserError(f"runs[{name!r}]: baseline {base!r} is no other run; they are {', '.join(config.runs)}")

@@ -10,6 +10,7 @@ import os
 import statistics
 from dataclasses import dataclass
 
+import prepare
 import train
 from analysis import common, relative_loss, scaling
 from analysis.relative_loss import t_95, t_interval
@@ -200,11 +201,9 @@ class Records(Pool):
         self.pools = {folder: self.arms(folder) for folder in ARMS if os.path.isdir(os.path.join(root, folder))}
 
     def walk(self, folder):
-        """(path, names of its files) of that folder and all below; one that can't be read is named."""
-        def unreadable(e):
-            if not isinstance(e, FileNotFoundError):
-                self.skip(os.path.relpath(e.filename, self.root), f"can't be read ({e.strerror})")
-        return sorted((path, files) for path, _, files in os.walk(os.path.join(self.root, folder), onerror=unreadable))
+        """prepare.walk of that folder, sorted by path; what can't be read is named."""
+        return sorted(prepare.walk(os.path.join(self.root, folder), lambda e: self.skip(
+            os.path.relpath(e.filename, self.root), f"can't be read ({e.strerror})")))
 
     def below(self, folder):
         """The runs in that folder of the results whose record can be read."""

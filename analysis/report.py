@@ -219,6 +219,11 @@ def paired_throughout(pool, system):
     return {t: {seed: of[seed] for seed in sorted(seeds)} for t, of in found.items()} if seeds and system != "vanilla" else {}
 
 
+def hurried(pool, system, tokens):
+    """{vanilla and the system: how far they end above longer runs, as Pool.hurried}, of those that do."""
+    return {s: d["mean"] for s in ("vanilla", system) if (d := pool.hurried(s, tokens)) and d["mean"] > 0}
+
+
 def against_tokens(records):
     """The difference to vanilla at every budget of the systems that have several."""
     pool, numbers, rows, series, bands, points, used = records.curve, {}, [], {}, {}, {}, []
@@ -233,8 +238,8 @@ def against_tokens(records):
         law = None if system in OVERTAKEN else power_law(list(found), means, reaches if max(reaches) < math.inf else None)
         far = dict(zip(("mean", "low", "high"), law[1](PAPER_TOKENS))) if law else None
         numbers[system] = {"tokens": list(found), "differences": list(found.values()), "fit": law and law[0], "at_20B": far}
-        late = {t: any((x := pool.hurried(s, t)) and x["mean"] > 0 for s in (system, "vanilla")) for t in found}
-        rows += [[system, billions(t), spread(d) + "†" * late[t], len(d["seeds"]), ""] for t, d in found.items()]
+        rows += [[system, billions(t), spread(d) + "†" * bool(hurried(pool, system, t)), len(d["seeds"]), ""]
+                 for t, d in found.items()]
         said = far and f"{far['mean']:+.4f}{bracket((far['low'], far['high']), '{:+.2g}'.format)}"
         why = ("no D^-b: in the paper vanilla overtakes it" if system in OVERTAKEN else
                "two budgets" if len(found) == 2 else "the sign changes")
@@ -295,7 +300,7 @@ def unpaired(sd, n):
 
 def data_saving(records):
     """Tokens that a system needs for vanilla's final loss at each budget."""
-    pool, numbers, rows, series, used, hurried = records.curve, {}, [], {}, [], {}
+    pool, numbers, rows, series, used, above = records.curve, {}, [], {}, [], {}
     for system in pool.systems(None):
         if len(paired := paired_throughout(pool, system)) < 2:
             continue
@@ -304,21 +309,20 @@ def data_saving(records):
                      for i in (0, 1))
         budgets, seeds = list(paired), list(next(iter(paired.values())))
         series["vanilla"], series[system] = [(budgets, base)], [(budgets, own)]
-        for s in ("vanilla", system):
-            hurried.update({(t, s): d for t in budgets if (d := pool.hurried(s, t)) and d["mean"] > 0})
+        above.update({(t, s): x for t in budgets for s, x in hurried(pool, system, t).items()})
         numbers[system] = {"seeds": seeds, "budgets": [
             {"tokens": t, "loss": loss, **horizontal(budgets, own, t, loss, unpaired(records.noise_at(t, None), len(seeds)))}
             for t, loss in zip(budgets, base)]}
         for b in numbers[system]["budgets"]:  # the budgets whose losses it is read off between
             at = b["tokens"] * (1 - (b["saving"] or 0))
             lower = max((t for t in budgets if t <= at), default=budgets[0])
-            b["hurried"] = any((lower, s) in hurried for s in ("vanilla", system))
+            b["hurried"] = bool(hurried(pool, system, lower))
         rows += [[system, billions(b["tokens"]), number(b["loss"]),
                   scaling.percent(b["saving"]) + "*" * b["extrapolated"] + "†" * b["hurried"],
                   saving_interval(b).strip() or "-", len(seeds)] for b in numbers[system]["budgets"]]
     if not rows:
         return None
-    late = ", ".join(f"{s} at {billions(t)}: {d['mean']:+.3f}" for (t, s), d in sorted(hurried.items()))
+    late = ", ".join(f"{s} at {billions(t)}: {x:+.3f}" for (t, s), x in sorted(above.items()))
     return Section(
         "Data saving", origin(folders(used), used), numbers,
         ["system", "budget", "vanilla's loss", "saving", "95 % interval", "seeds"], rows,
@@ -550,7 +554,8 @@ def ablations(records):
         known = {s: x["difference"] for s, x in facts(pool)["systems"].items() if x["difference"]}
         panels += [whiskers(known, arm)] if known else []
         if records.curve.said(pool.tokens) == pool.said():
-            late |= {s: d["mean"] for s in pool.systems(pool.tokens) if (d := records.curve.hurried(s, pool.tokens))}
+            for s in pool.systems(pool.tokens):
+                late |= hurried(records.curve, s, pool.tokens)
     several = "budget" if set(pools) != {""} else ""
     return compared(
         records, "ablations", "Ablations", several, {"paper": lambda arm, s, x: number(PAPER_ABLATIONS.get(s), "+.3f")},

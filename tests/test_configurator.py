@@ -461,7 +461,7 @@ def test_what_is_out_of_memory(error, is_one):
     assert configurator.out_of_memory(error) == is_one
 
 
-def test_nanogpts_names_lead_to_ours(tmp_path, monkeypatch):
+def test_nanogpts_names_lead_to_ours(tmp_path):
     """By meaning, not by likeness; a name that is like none has no such hint, and a config file's own names are explained."""
     import train
     for name, words in (("gradient_accumulation_steps", "did you mean tokens_per_iter?"), ("lr", "did you mean learning_rate?"),
