@@ -524,10 +524,10 @@ def test_a_folder_that_cannot_be_read_is_named(make, monkeypatch):
     write_family(make.root, {"identity": -0.03}, seeds=(1337,))
     walk = os.walk
 
-    def refused(top, onerror=None):
+    def refused(top, onerror=None, **options):
         if top.endswith("tokens"):
             onerror(PermissionError(13, "Permission denied", top))
-        return walk(top, onerror=onerror)
+        return walk(top, onerror=onerror, **options)
     monkeypatch.setattr(os, "walk", refused)
     assert "tokens: can't be read (Permission denied)" in make()[0]["left_out"]
 
