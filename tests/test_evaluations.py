@@ -12,6 +12,7 @@ import torch
 from test_curve_analyses import run_command
 from torch.nn import functional as F
 
+import sample
 import train
 from analysis import common, evaluate, export, kv_cache, zeroshot
 from configurator import UserError
@@ -470,8 +471,8 @@ def test_export_and_back_give_equal_logits(name, runs, tmp_path, capsys, monkeyp
     call(export, f"--from_hf={tmp_path}/hf", f"--out_dir={tmp_path}/back", capsys=capsys, monkeypatch=monkeypatch)
     back = load_checkpoint(tmp_path / "back/ckpt.pt")
     assert all(torch.equal(back["model"][k], v) for k, v in ours.state_dict().items())
-    texts = [subprocess.run([sys.executable, "sample.py", f"--out_dir={folder}", "--start=C4", "--max_new_tokens=10",
-                             "--temperature=0", "--device=cpu"], cwd=REPO, capture_output=True, text=True).stdout
+    texts = [call(sample, f"--out_dir={folder}", "--start=C4", "--max_new_tokens=10", "--temperature=0", "--device=cpu",
+                  capsys=capsys, monkeypatch=monkeypatch).out
              for folder in (tmp_path / "back", runs / name / "seed1" if name else runs)]
     assert texts[0] == texts[1] and len(texts[0]) > 5
     with pytest.raises(UserError, match="without a ckpt.pt"):

@@ -135,7 +135,7 @@ def test_family_table_is_the_measured_one():
     trained_most = [curve.relative(s, 858521600)[1][0, -1] for s in ("identity", "svformer")]
     steps, evals = train.read_log(os.path.join(REPO, "results/tokens/13100/sparse/seed1337"))
     cut = evals[9825]["val_mean"]
-    assert cut < ends[3] and 9825 == 0.75 * 13100 and steps[9824]["lr"] > 2 * steps[max(steps)]["lr"] and max(steps) == 13100 - 211
+    assert cut < ends[3] and steps[9824]["lr"] > 2 * steps[max(steps)]["lr"] and len(steps) == 13100 - 210
     sd, said = report["ablations"]["noise"], " ".join(table.split())
     for words, numbers in (
             ("take vanilla from {1:.3f} to {0:.3f}", ends),
@@ -157,7 +157,7 @@ def test_family_table_is_the_measured_one():
     assert sum(x["paper"] is not None for x in ahead.values()) == 5
     means = {s: [d["mean"] for d in x["differences"]] for s, x in report["tokens"].items()}
     assert all(m == sorted(m) and max(m[:3]) < 0 for m in means.values())  # "shrinks"
-    assert [s for s, m in means.items() if m[-1] > 0] == ["svformer"] and report["tokens"]["svformer"]["tokens"][-1] == 858521600
+    assert [s for s, m in means.items() if m[-1] > 0] == ["svformer"]  # "gone"
     assert max(means, key=lambda s: means[s][-1] - means[s][0]) == "svformer"  # "most"
     worse = [report["ablations"]["arms"][""]["systems"][f"{x}_residual"]["difference"]["mean"] for x in ("query", "key")]
     assert 1.2 * records.reach(sd, 1) > worse[0] > records.reach(sd, 1) > worse[1] > 0
@@ -280,7 +280,8 @@ def test_speed_and_waiting_of_whole_runs_are_the_logged_ones():
     assert [int(x.replace(",", "")) for x in re.findall(r"\d,\d{3},\d{3}", line)] == [round(s) for s in speeds]
     logs = [log for folder in ("family", "tokens", "ablations")
             for log in glob.glob(os.path.join(REPO, "results", folder, "**", "log.jsonl"), recursive=True)]
-    *_, most, once = sorted({s["data_wait"] for log in logs for i, s in train.read_log(os.path.dirname(log))[0].items() if i >= 10})
+    waits = {s["data_wait"] for log in logs for i, s in train.read_log(os.path.dirname(log))[0].items() if i >= 10}
+    *_, most, once = sorted(waits)
     words = f"waited for {most:.2%} of the time at most,", f"but once: {once:.2%} of ten iterations"
     assert all(w.replace("%", " %") in " ".join(line.split()) for w in words)
 
