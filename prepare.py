@@ -770,6 +770,7 @@ class Data:
 def prepare(config):
     """Tokenize config.source into bins and return meta.json's content. Raises UserError; then no bin is changed."""
     at_least(config, 0, "num_proc", "max_tokens", "seed")
+    given = config
     if config.val_fraction == "auto":
         config = dataclasses.replace(config, val_fraction=0.05 if config.source == "builtin" else 0.005)
     if config.source == "builtin" and config.data_files:
@@ -783,10 +784,12 @@ def prepare(config):
     meta = dict(format=1, tokenizer=tokenizer.name, vocab_size=tokenizer.n_vocab, eot=tokenizer.eot,
                 dtype=str(bin_dtype(tokenizer.n_vocab)), source=config.source, val_source=config.val_source,
                 val_fraction=config.val_fraction, max_tokens=config.max_tokens, mix=config.mix, seed=config.seed)
-    quotas, given = parse_mix(config), config
+    quotas = parse_mix(config)
     config = with_parts(config)
     if config.val_source != given.val_source:
         print(f"validation text: {config.val_source}")
+    if config.val_source and given.val_fraction != "auto":
+        print(f"note: --val_fraction={given.val_fraction} changes nothing, since {config.val_source} is the validation text")
     for source, patterns, besides in ((config.source, config.data_files, config.val_source), (config.val_source, "", "")):
         if is_hub(source):
             open_hub(source, patterns)

@@ -10,6 +10,7 @@ One sample is printed while it is made. <|endoftext|> in a prompt is the end-of-
 import codecs
 import contextlib
 import itertools
+import os
 import pathlib
 import sys
 import time
@@ -34,6 +35,7 @@ class Config:
     temperature: float = 0.8  # 0: always the likeliest token; 1: the model's own probabilities
     top_k: int = 200  # sample from the k likeliest tokens only; 0: from all
     top_p: float = 1.0  # sample from the smallest set whose probability reaches this; 1: from all
+    tokenizer: str = ""  # where the checkpoint's tokenizer is now, if its file moved; empty: where it was
     seed: int = 1337  # the same seed gives the same text
     device: str = "auto"  # cuda, mps or cpu; auto: the first of these that is there
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: bfloat16 on CUDA that has it, else float32
@@ -84,7 +86,13 @@ def main():
         raise UserError(f"--out_dir={config.out_dir}: {e}" + (f"; there are {below}" if below else "")) from None
     if not isinstance(ckpt.get("data"), dict) or "tokenizer" not in ckpt["data"]:
         raise UserError(f"--out_dir={config.out_dir}: ckpt.pt does not name its tokenizer; damaged, or not written by train.py")
-    tokenizer = get_tokenizer(ckpt["data"]["tokenizer"])
+    wanted = config.tokenizer or ckpt["data"]["tokenizer"]
+    if wanted.endswith((".json", ".tiktoken")) and not os.path.isfile(wanted):
+        raise UserError(f"tokenizer {wanted}: no such file; if it moved, give its path as --tokenizer")
+    tokenizer = get_tokenizer(wanted)
+    if tokenizer.n_vocab != ckpt["data"].get("vocab_size", tokenizer.n_vocab):
+        raise UserError(f"--tokenizer={wanted}: has {tokenizer.n_vocab} ids, but the checkpoint was trained with "
+                        f"{ckpt['data']['vocab_size']} of {ckpt['data']['tokenizer']}; give that one")
     try:
         name = usable_device(config.device)
     except ValueError as e:

@@ -349,10 +349,11 @@ def read_log(folder):
             if text.endswith("\n"):
                 try:
                     line = json.loads(text)
-                    if "loss" not in line and not {"val_loss", "val", "val_mean"} <= set(line):
-                        raise KeyError("neither a training line nor an evaluation")
+                    losses = [line["loss"]] if "loss" in line else [line["val_loss"], line["val_mean"], *line["val"].values()]
+                    if not all(x is None or isinstance(x, int | float) for x in losses):
+                        raise TypeError("a loss is a number, or null where it is not finite")
                     (steps if "loss" in line else evals)[line["iter"]] = line
-                except (ValueError, KeyError, TypeError):
+                except (ValueError, KeyError, TypeError, AttributeError):
                     raise UserError(f"{f.name}: holds a line that train.py did not write: {text[:60]!r}") from None
     return steps, evals
 
@@ -541,11 +542,8 @@ class Run:
 
     def load(self):
         """out_dir's checkpoint as a dict, or None. Refuses one of another model, data or seed; prints what else differs."""
-        config, exists = self.config, os.path.exists(self.path)
-        if (config.init_from == "resume" or config.eval_only) and not exists:
-            raise UserError(f"{self.path} does not exist, and --init_from=resume and --eval_only=True need it: train first, or "
-                            "give another --out_dir")
-        if config.init_from == "scratch" or not exists:
+        config = self.config
+        if config.init_from == "scratch" or not os.path.exists(self.path):
             return None
         try:
             ckpt = load_checkpoint(self.path)
@@ -840,6 +838,10 @@ def train_one(config, world, signals):
         check_baseline(config, data, config.baseline)
     checked_model_config(config, config.vocab_size or data.vocab_size)
     micro_batches(config, world)
+    path = os.path.join(config.out_dir, "ckpt.pt")
+    if (config.init_from == "resume" or config.eval_only) and not os.path.exists(path):
+        raise UserError(f"{path} does not exist, and --init_from=resume and --eval_only=True need it: train first, or "
+                        "give another --out_dir")
     with prepare.locked(config.out_dir) if world.rank == 0 else contextlib.nullcontext():
         run = Run(config, data, world, signals)
         windows = data.train.windows(config.block_size)

@@ -401,11 +401,12 @@ def test_one_document_can_not_be_split(tmp_path):
 
 
 @pytest.mark.parametrize("fraction", [0, 0.2])
-def test_val_source(tmp_path, fraction):
+def test_val_source(tmp_path, capsys, fraction):
     """All of source is for training then, whatever val_fraction; a source only seen in one of them has its file, too."""
     train, val = some_docs(40, ("C4", "Book")), some_docs(5, ("C4", "Github"), seed=1)
     meta = prep(shard(tmp_path / "t.jsonl", train), tmp_path / "out", val_fraction=fraction,
                 val_source=shard(tmp_path / "v" / "v.jsonl.zst", val).removesuffix("/v.jsonl.zst"))
+    assert f"--val_fraction={fraction} changes nothing" in capsys.readouterr().out
     assert bag(in_bin(tmp_path / "out" / "train.bin")) == bag(train) and bag(in_bin(tmp_path / "out" / "val.bin")) == bag(val)
     check_bins(tmp_path / "out", train + val)
     assert set(meta["sources"]) == {"C4", "Book", "Github"}

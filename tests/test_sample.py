@@ -2,6 +2,7 @@
 sample.py on tiny checkpoints: prompts, sampling options, refusals, and the cached text against the plain forward pass.
 Bxx: the fault of that number in the list of faults that users of such repositories reported.
 """
+import base64
 import json
 import os
 import re
@@ -395,7 +396,7 @@ def test_checkpoint_of_something_else(out, refused, change):
 
 @pytest.mark.parametrize("have", ["no file", "no package"])
 def test_a_tokenizer_that_cannot_be_loaded(out, refused, monkeypatch, have):
-    """The line offers no option that sample.py does not have: the tokenizer is the run's."""
+    """The line offers no other tokenizer, since it would read the run's ids as other text."""
     tiktoken = pytest.importorskip("tiktoken")
     if have == "no package":
         monkeypatch.setitem(sys.modules, "tiktoken", None)
@@ -427,6 +428,22 @@ def test_sampling_leaves_the_run_alone(out, text):
 # The command line
 
 
+@pytest.mark.parametrize("kind", [".json", ".tiktoken"])
+def test_a_tokenizer_that_moved(out, text, refused, kind):
+    """Its new path gives the text that the old one gave; one of another size, or a second wrong path, is refused."""
+    os.mkdir("other")
+    ckpt = torch.load(out / "vanilla" / "ckpt.pt", weights_only=True)
+    torch.save({**ckpt, "data": {**ckpt["data"], "tokenizer": f"gone/own{kind}"}}, "other/ckpt.pt")
+    err = refused("--out_dir=other")
+    assert f"gone/own{kind}: no such file" in err and "--tokenizer" in err
+    assert text("--out_dir=other", "--tokenizer=bytes", "--start=do") == text("--start=do")
+    assert f"also{kind}: no such file" in refused("--out_dir=other", f"--tokenizer=also{kind}")
+    ranks = [*(bytes([i]) for i in range(256)), b"ab"]
+    Path("few.tiktoken").write_text("".join(f"{base64.b64encode(t).decode()} {i}\n" for i, t in enumerate(ranks)))
+    err = refused("--out_dir=other", "--tokenizer=few.tiktoken")
+    assert "few.tiktoken: has 258 ids" in err and f"257 of gone/own{kind}" in err
+
+
 def python(*args, **env):
     return subprocess.run([sys.executable, str(ROOT / "sample.py"), *args], capture_output=True, timeout=60,
                           env={**os.environ, **env})
@@ -439,7 +456,7 @@ def test_an_argument_of_another_form():
     assert done.returncode == 2 and "--out_dir" in err and "--name=value" in err and len(err.strip().splitlines()) == 1
 
 
-@pytest.mark.parametrize("arg", ["-out_dir=out", "--start", "--temperature = 0", "--tokenizer=bytes", "--temprature=0"])
+@pytest.mark.parametrize("arg", ["-out_dir=out", "--start", "--temperature = 0", "--tokeniser=bytes", "--temprature=0"])
 def test_other_wrong_arguments(refused, arg):
     assert arg.strip("-").split("=")[0].strip() in refused(arg)
 

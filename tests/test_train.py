@@ -703,6 +703,23 @@ def test_torn_and_surplus_log_lines_are_cut(data, monkeypatch):
     assert_same_run("o", "straight")
 
 
+@pytest.mark.parametrize("line", [
+    "text", "7", "[1]", '{"loss": 1.0}', '{"iter": [1], "loss": 1.0}', '{"iter": 1, "loss": "low"}',
+    '{"iter": 1, "val_loss": 1.0}', '{"iter": 1, "val_loss": 1.0, "val": 3, "val_mean": 1.0}',
+    '{"iter": 1, "val_loss": 1.0, "val": {"C4": "x"}, "val_mean": 1}'])
+def test_a_log_with_foreign_lines_is_refused(data, capsys, line):
+    """In a list that is complete, which would read it for the table."""
+    Path("runs.py").write_text("runs = {'vanilla': {}, 'svformer': {'shared_value': True}}\n")
+    args = ["runs.py", f"--data={data}", "--out_dir=o", "--sample_tokens=0"]
+    assert go(*args) == 0
+    with open("o/svformer/log.jsonl", "a") as f:
+        f.write(line + "\n")
+    before = Path("o/svformer/log.jsonl").read_bytes()
+    err = refused(capsys, *args)
+    assert "o/svformer/log.jsonl: holds a line that train.py did not write" in err and line[:40] in err
+    assert Path("o/svformer/log.jsonl").read_bytes() == before
+
+
 def test_leftover_temporary_checkpoint_alone_is_harmless(data):
     os.makedirs("o")
     Path("o/ckpt.pt.tmp").write_bytes(b"half")
@@ -734,9 +751,10 @@ def test_damaged_checkpoint(data, capsys, kind):
     assert go(*args, "--init_from=scratch") == 0 and checkpoint("o")["iter"] == 2
 
 
-def test_resume_without_checkpoint(data, capsys):
-    err = refused(capsys, f"--data={data}", "--out_dir=o", "--init_from=resume")
-    assert "o/ckpt.pt" in err and not os.path.exists("o/log.jsonl")
+@pytest.mark.parametrize("option", ["--init_from=resume", "--eval_only=True"])
+def test_resume_without_checkpoint(data, capsys, option):
+    err = refused(capsys, f"--data={data}", "--out_dir=o", option)
+    assert "o/ckpt.pt" in err and not os.path.exists("o")
 
 
 def test_scratch_starts_over(data):
