@@ -84,11 +84,12 @@ def main():
     except ValueError as e:
         below = ", ".join(sorted(f.parent.as_posix() for f in pathlib.Path(config.out_dir).glob("*/**/ckpt.pt"))[:9])
         raise UserError(f"--out_dir={config.out_dir}: {e}" + (f"; there are {below}" if below else "")) from None
-    if not isinstance(ckpt.get("data"), dict) or "tokenizer" not in ckpt["data"]:
+    if not isinstance(ckpt.get("data"), dict) or not isinstance(ckpt["data"].get("tokenizer"), str):
         raise UserError(f"--out_dir={config.out_dir}: ckpt.pt does not name its tokenizer; damaged, or not written by train.py")
     wanted = config.tokenizer or ckpt["data"]["tokenizer"]
     if wanted.endswith((".json", ".tiktoken")) and not os.path.isfile(wanted):
-        raise UserError(f"tokenizer {wanted}: no such file; if it moved, give its path as --tokenizer")
+        raise UserError(f"--tokenizer={wanted}: no such file" if config.tokenizer else
+                        f"tokenizer {wanted}: no such file; if it moved, give its path as --tokenizer")
     tokenizer = get_tokenizer(wanted)
     if tokenizer.n_vocab != ckpt["data"].get("vocab_size", tokenizer.n_vocab):
         raise UserError(f"--tokenizer={wanted}: has {tokenizer.n_vocab} ids, but the checkpoint was trained with "

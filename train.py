@@ -350,9 +350,11 @@ def read_log(folder):
                 try:
                     line = json.loads(text)
                     losses = [line["loss"]] if "loss" in line else [line["val_loss"], line["val_mean"], *line["val"].values()]
-                    if not all(x is None or isinstance(x, int | float) for x in losses):
-                        raise TypeError("a loss is a number, or null where it is not finite")
-                    (steps if "loss" in line else evals)[line["iter"]] = line
+                    of = steps if "loss" in line else evals
+                    if not all(x is None or type(x) in (int, float) for x in losses) or type(line["iter"]) is not int \
+                            or line["iter"] <= next(reversed(of), -1):
+                        raise ValueError("a loss is a number, or null where it is not finite; iterations go up")
+                    of[line["iter"]] = line
                 except (ValueError, KeyError, TypeError, AttributeError):
                     raise UserError(f"{f.name}: holds a line that train.py did not write: {text[:60]!r}") from None
     return steps, evals
@@ -831,6 +833,12 @@ class Signals:
 def train_one(config, world, signals):
     """Train, resume or skip one run in config.out_dir. Raises UserError when it cannot start, before a file is changed."""
     config = resolve(config, world)
+    path = os.path.join(config.out_dir, "ckpt.pt")
+    if (config.init_from == "resume" or config.eval_only) and not os.path.exists(path):
+        raise UserError(f"{path} does not exist, and --init_from=resume and --eval_only=True need it: train first, or "
+                        "give another --out_dir")
+    if config.eval_only and config.init_from == "scratch":
+        raise UserError("--init_from=scratch: --eval_only=True evaluates out_dir's checkpoint; leave one of them out")
     data = open_data(config, world)
     if config.baseline and os.path.abspath(config.baseline) == os.path.abspath(config.out_dir):
         raise UserError(f"--baseline={config.baseline}: a run is no baseline of itself; give another run's folder")
@@ -838,10 +846,6 @@ def train_one(config, world, signals):
         check_baseline(config, data, config.baseline)
     checked_model_config(config, config.vocab_size or data.vocab_size)
     micro_batches(config, world)
-    path = os.path.join(config.out_dir, "ckpt.pt")
-    if (config.init_from == "resume" or config.eval_only) and not os.path.exists(path):
-        raise UserError(f"{path} does not exist, and --init_from=resume and --eval_only=True need it: train first, or "
-                        "give another --out_dir")
     with prepare.locked(config.out_dir) if world.rank == 0 else contextlib.nullcontext():
         run = Run(config, data, world, signals)
         windows = data.train.windows(config.block_size)
@@ -949,7 +953,7 @@ def summarize(config):
         row["seeds"][str(facts["seed"])] = one = {
             "train_loss": statistics.fmean(known) if known else None,
             "val_loss": end["val_loss"], "val_mean": end["val_mean"], "val": end["val"],
-            "tokens_per_s": statistics.median(s["tokens_per_s"] for s in steps.values())}
+            "tokens_per_s": statistics.median(s.get("tokens_per_s", 0) for s in steps.values())}
         relative_steps = [i for i in sorted(steps) if "rel_loss" in steps[i]]
         if relative_steps:
             x, y = smooth(relative_steps, [steps[i]["rel_loss"] for i in relative_steps], facts["rel_window"])

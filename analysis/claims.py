@@ -25,6 +25,7 @@ from analysis.records import (
     bracket,
     described,
     difference,
+    extrapolated,
     noise,
     reach,
     reached,
@@ -143,8 +144,7 @@ def far_away(system):
         far = numbers.get("tokens", {}).get(system, {}).get("at_20B")
         if not far:
             return "", NOT_TESTABLE
-        ends = bracket((far["low"], far["high"]), "{:+.2g}".format)
-        return f"{far['mean']:+.4f}{ends} by extrapolation, if it is a D^-b", NOT_TESTABLE
+        return f"{extrapolated(far)}, by extrapolation, if it is a D^-b", NOT_TESTABLE
     return check
 
 

@@ -99,6 +99,8 @@ class Run:
                 if wrong := [f"{k}={config[k]!r}" for k in names.split() if type(config[k]) is not kind]:
                     raise ValueError(f"{', '.join(wrong)}: expected {kind.__name__}")
             shape_of(config).check()
+        except FileNotFoundError:
+            raise UserError(f"{file} is missing; a run's folder has it beside log.jsonl: copy it, too") from None
         except (OSError, ValueError, TypeError) as e:
             raise UserError(f"{file}: not written by train.py, or damaged ({e})") from None
         return config

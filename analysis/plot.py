@@ -25,7 +25,8 @@ def draw(path, panels, title="", caption=""):
         whole    True: ticks of x at whole numbers only, such as layers
         bands    {name: (xs, low, high)}: a shaded band in the name's colour
         points   {name: (xs, ys)}: points in the name's colour, apart from its line, and without one what the legend shows;
-                 hollow: a name whose points aren't filled
+                 hollow: the names whose points aren't filled
+        like     {name: another whose colour it has, too}
         order    ys that are words, from below upwards, in this order
         at       {name: x}: a thin vertical line in the name's colour, where its curve crosses zero; the legend has x
     caption: what to look for, below all.
@@ -39,6 +40,7 @@ def draw(path, panels, title="", caption=""):
     for panel in panels:
         after = len(order) if order.keys() & panel["series"].keys() else 0
         order |= {name: after + i for i, name in enumerate(n for n in panel["series"] if n not in order)}
+        order |= {name: order[other] for name, other in panel.get("like", {}).items()}
     places = figure.subplots(rows, columns, squeeze=False).flat
     for axes in list(places)[len(panels):]:
         axes.remove()
@@ -65,7 +67,7 @@ def draw(path, panels, title="", caption=""):
                 axes.fill_between(*panel["bands"][name], color=look["color"], alpha=0.2, linewidth=0)
             if name in panel.get("points", {}):
                 axes.plot(*panel["points"][name], color=look["color"], linestyle="", marker="o", markersize=4, label=label,
-                          markerfacecolor="none" if panel.get("hollow") == name else look["color"])
+                          markerfacecolor="none" if name in panel.get("hollow", ()) else look["color"])
             if at is not None:
                 axes.axvline(at, **{**look, "linewidth": 0.6})
         if "x" in panel.get("log", ""):

@@ -85,8 +85,9 @@ class Pool:
                     skip(p.run.name, e)
                     del self.points[system, tokens][seed]
                 else:
-                    if "vanilla" not in beside and self.at("vanilla", tokens):
-                        skip(p.run.name, "in no difference: there is no vanilla of that seed")
+                    if "vanilla" not in beside:
+                        some = "that seed" if self.at("vanilla", tokens) else "as many tokens"
+                        skip(p.run.name, f"in no difference: there is no vanilla of {some}")
 
     def at(self, system, tokens):
         return self.points.get((system, tokens), {})
@@ -131,12 +132,14 @@ class Pool:
 
     def noise(self, tokens=None, base="vanilla"):
         """
-        noise of the differences to base (None: of losses) at that budget (None: the pool's); where no system has two seeds, of
-        the pool's runs on their way at as many tokens, or at their end, as if it grew no more.
+        noise of the differences to base (None: of losses) at that budget (None: the pool's), or where no system has two seeds
+        of the pool's runs on their way at as many tokens; of a larger budget that of the pool's, as if it grew no more, unless
+        its own is of as many seeds.
         """
         tokens = tokens or self.tokens
         found = noise(self.deviations(self.losses, tokens, base)) or noise(self.deviations(self.on_the_way, tokens, base))
-        return found or (self.noise(base=base) if self.tokens and tokens > self.tokens else None)
+        usual = self.noise(base=base) if self.tokens and tokens > self.tokens else None
+        return max((sd for sd in (found, usual) if sd), key=lambda sd: sd["df"], default=None)
 
     def hurried(self, system, tokens):
         """
@@ -321,6 +324,12 @@ def billions(tokens):
 def bracket(interval, show):
     """An interval (low, high), each end as show(end) has it; nothing without one."""
     return f" [{show(interval[0])}, {show(interval[1])}]" if interval else ""
+
+
+def extrapolated(far):
+    """A number at PAPER_TOKENS, as report.against_tokens has it."""
+    ends = ", no useful interval" if far["vague"] else bracket((far["low"], far["high"]), "{:+.2g}".format)
+    return f"{far['mean']:+.4f}{ends}"
 
 
 def saving_interval(found):

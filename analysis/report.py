@@ -44,8 +44,8 @@ from analysis.records import (
     Records,
     alike,
     billions,
-    bracket,
     difference,
+    extrapolated,
     hearing,
     noise,
     number,
@@ -176,7 +176,7 @@ def whiskers(differences, title):
     some = {kind: of for kind, of in kinds.items() if of}
     return dict(series={kind: [(d["interval_95"], [s, s]) for s, d in of if d["interval_95"]] for kind, of in some.items()},
                 points={kind: ([d["mean"] for _, d in of], [s for s, _ in of]) for kind, of in some.items()},
-                order=list(reversed(differences)), hollow="one seed", zero_x=True, x=UNIT, y="", title=title)
+                order=list(reversed(differences)), hollow={"one seed"}, zero_x=True, x=UNIT, y="", title=title)
 
 
 def power_law(tokens, differences, reaches=None):
@@ -226,7 +226,8 @@ def hurried(pool, system, tokens):
 
 def against_tokens(records):
     """The difference to vanilla at every budget of the systems that have several."""
-    pool, numbers, rows, series, bands, points, used = records.curve, {}, [], {}, {}, {}, []
+    pool, numbers, rows, bands, points, same, used = records.curve, {}, [], {}, {}, {}, []
+    series = {"vanilla": [([], [])]}  # no line, but its colour: the others' are those of the picture of savings
     for system in pool.systems(None):
         if len(paired := paired_throughout(pool, system)) < 2:
             continue
@@ -236,26 +237,30 @@ def against_tokens(records):
         means = [d["mean"] for d in found.values()]
         reaches = [reach(records.noise_at(t), len(d["seeds"])) for t, d in found.items()]
         law = None if system in OVERTAKEN else power_law(list(found), means, reaches if max(reaches) < math.inf else None)
-        far = dict(zip(("mean", "low", "high"), law[1](PAPER_TOKENS))) if law else None
+        xs = np.geomspace(min(found), PAPER_TOKENS, 40)
+        ends = [law[1](q) for q in xs] if law else []
+        vague = not ends or max(abs(x) for e in ends for x in e) >= 3 * max(map(abs, means))
+        far = dict(zip(("mean", "low", "high"), law[1](PAPER_TOKENS)), vague=vague) if law else None
         numbers[system] = {"tokens": list(found), "differences": list(found.values()), "fit": law and law[0], "at_20B": far}
         rows += [[system, billions(t), spread(d) + "†" * bool(hurried(pool, system, t)), len(d["seeds"]), ""]
                  for t, d in found.items()]
-        said = far and f"{far['mean']:+.4f}{bracket((far['low'], far['high']), '{:+.2g}'.format)}"
+        said = far and extrapolated(far)
         why = ("no D^-b: in the paper vanilla overtakes it" if system in OVERTAKEN else
                "two budgets" if len(found) == 2 else "the sign changes")
         rows.append([system, "20B, extrapolated", said or f"-: {why}", "-",
                      number(PAPER.get(system), "+.3f")])
         points[system], series[system] = (list(found), means), [(list(found), means)]
-        xs = np.geomspace(min(found), PAPER_TOKENS, 40)
-        ends = [law[1](q) for q in xs] if law else []
-        if ends and max(abs(x) for e in ends for x in e) < 3 * max(map(abs, means)):
+        if not vague:
             series[system] = [(xs, [e[0] for e in ends])]
             bands[system] = xs, [e[1] for e in ends], [e[2] for e in ends]
         if PAPER.get(system):
-            series[f"{system}, paper"], points[f"{system}, paper"] = [([], [])], ([PAPER_TOKENS], [PAPER[system]])
+            paper = f"{system}, paper"
+            series[paper], points[paper], same[paper] = [([], [])], ([PAPER_TOKENS], [PAPER[system]]), system
     if not rows:
         return None
-    largest = max(t for f in numbers.values() for t in f["tokens"])
+    times = " to ".join(sorted({f"{PAPER_TOKENS / max(f['tokens']):.0f}" for f in numbers.values()}, key=int))
+    most, one_seed = max(t for f in numbers.values() for t in f["tokens"]), max(r[3] for r in rows if r[3] != "-") == 1
+    by_noise = reach(records.noise_at(most), 1)
     said_of_noise = noise_said(sd, folders(used)) if (sd := pool.noise()) else noise_said(records.noise())
     if sd:
         said_of_noise += (f" It is that at {billions(pool.tokens)} tokens, which larger budgets without several seeds borrow. "
@@ -263,16 +268,19 @@ def against_tokens(records):
     return Section(
         "Difference against tokens", origin(folders(used), used), numbers,
         ["system", "tokens", "difference [95 %]", "seeds", "paper"], rows,
-        [f"The last row of a system is an extrapolation far outside of the data: {PAPER_TOKENS / largest:.0f} times the "
+        [f"The last row of a system is an extrapolation far outside of the data: {times} times its "
          "largest budget. It is a straight line fitted to ln |difference| against ln tokens, |difference| = a D^-b, every "
          "budget counting alike; its interval is the wider of the 95 % prediction interval by Student's t from the residuals "
          "and, where it is known, what the noise between seeds makes of the line. Neither knows of a wrong form, or of a text "
-         "that is read again where the tokens are more than it has.", said_of_noise,
+         "that is read again where the tokens are more than it has."
+         + " It is of no use where it would reach further than three times the largest difference measured."
+         * any(f["at_20B"] and f["at_20B"]["vague"] for f in numbers.values()), said_of_noise,
          *["†: this budget's runs end above longer ones of the same system when these had seen as many tokens (Data saving, "
            "below, says by how much): a part of the difference is the short schedule's."] * any("†" in r[2] for r in rows)],
-        [dict(series=series, bands=bands, points=points, x="tokens", y=UNIT, log="x", zero=True,
-              title="lines join the points, or are fits extrapolated to 20B tokens")],
-        "Does the gain last? A fit is drawn where its 95 % band would not dwarf the points.")
+        [dict(series=series, bands=bands, points=points, like=same, hollow=set(same), x="tokens", y=UNIT, log="x", zero=True,
+              title="lines join the points" + ", or are fits extrapolated to 20B tokens" * bool(bands))],
+        "Does the gain last?" + f" Of one seed, a difference counts from {by_noise:.2f} on."
+        * (one_seed and by_noise < math.inf))
 
 
 def horizontal(xs, own, x, loss, half):
@@ -300,11 +308,13 @@ def unpaired(sd, n):
 
 def data_saving(records):
     """Tokens that a system needs for vanilla's final loss at each budget."""
-    pool, numbers, rows, series, used, above = records.curve, {}, [], {}, [], {}
+    pool, numbers, rows, series, used, above, noises = records.curve, {}, [], {}, [], {}, []
     for system in pool.systems(None):
         if len(paired := paired_throughout(pool, system)) < 2:
             continue
         used += [p.run for of in paired.values() for pair in of.values() for p in pair if p.run not in used]
+        noises += [f"{sd['std']:.4f} ({sd['df']} degree{'s' * (sd['df'] > 1)} of freedom)" for t in paired
+                   if (sd := records.noise_at(t, None))]
         own, base = ([statistics.fmean(pair[i].end["val_mean"] for pair in of.values()) for of in paired.values()]
                      for i in (0, 1))
         budgets, seeds = list(paired), list(next(iter(paired.values())))
@@ -330,7 +340,7 @@ def data_saving(records):
          "runs that are fully decayed; linear in ln tokens between budgets; none where the loss rises with tokens). A * marks "
          "what lies outside of the system's budgets and continues the first or last piece. The paper has "
          f"{scaling.percent(PAPER_SAVING)} (v5, second-hand; 468M, 20B tokens).",
-         NOISE_OF_SAVINGS,
+         NOISE_OF_SAVINGS + f" Here {' or '.join(dict.fromkeys(noises))}." * bool(noises),
          *["†: read off beside a budget that ends above longer runs of the same system when these had seen as many "
            f"tokens, before their learning rate decayed ({late}). There the schedule sets the loss, not the tokens alone."]
          * bool(late)],
@@ -338,9 +348,10 @@ def data_saving(records):
               title="every point is a run with its own schedule")], "The horizontal gap between lines is the saving of data")
 
 
-NOISE_OF_SAVINGS = ("Interval: vanilla's loss moved by 95 % of Student's t of the difference of two different runs' losses, "
-                    "whose noise from seed to seed is that of runs of as many tokens where several seeds were run, or else of "
-                    "fewer, or of family/'s when they had seen as many.")
+NOISE_OF_SAVINGS = ("Interval: the savings if vanilla's loss were higher or lower by what two runs of other seeds may differ "
+                    "by: Student's t at 95 % times √2 times the deviation of a loss from seed to seed, which is that of "
+                    "runs of as many tokens where several seeds were run, or else of fewer, or of family/'s when they had seen "
+                    "as many.")
 
 
 def mean_of(key):

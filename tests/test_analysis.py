@@ -48,6 +48,15 @@ def test_a_folder_without_runs_is_refused(tmp_path, path, words):
         common.find_runs([str(tmp_path / path)])
 
 
+def test_a_run_without_config_json(trained, tmp_path):
+    """One short line, as of a missing log.jsonl."""
+    shutil.copytree(trained / "runs/vanilla/seed1", tmp_path / "run")
+    (tmp_path / "run/config.json").unlink()
+    with pytest.raises(UserError, match="config.json is missing") as e:
+        common.needed(common.Run(str(tmp_path / "run"), str(tmp_path)))
+    assert str(e.value).count(str(tmp_path)) == 1
+
+
 def test_windows_are_spread_over_the_bin(trained):
     config, runs = common.arguments(common.ModelOptions, [
         str(trained / "runs"), "--sequences=5", "--batch_size=2", "--length=16", "--bin=Book", "--device=cpu"])
@@ -312,7 +321,7 @@ def test_points_apart_have_no_line_and_a_crossing_has_one(tmp_path, monkeypatch)
     apart, joined, lone = drawn(
         tmp_path, monkeypatch, dict(series={"a": [(["C4", "Book"], [1, 2])]}, apart=True),
         dict(series={"a": [([0, 1234], [-1, 1])], "b": [([0, 1], [1, 1])]}, at={"a": 617.2}),
-        dict(series={"a": [([0, 1], [1, 1])] * 2, "b": []}, points={"a": ([0], [1]), "b": ([0], [2])}, hollow="b"))
+        dict(series={"a": [([0, 1], [1, 1])] * 2, "b": []}, points={"a": ([0], [1]), "b": ([0], [2])}, hollow={"b"}))
     assert [(x.get_linestyle(), x.get_marker()) for x in lone.get_legend().get_lines()] == [("-", "None"), ("None", "o")]
     assert [(x.get_linestyle(), x.get_marker()) for x in apart.lines] == [("None", "o")]
     assert list(joined.lines[1].get_xdata()) == [617.2, 617.2]  # the vertical line

@@ -169,6 +169,49 @@ def test_extrapolation_over_tokens(make):
     assert got["identity's difference at 20B tokens"] == "not testable at this budget"
 
 
+def test_an_interval_wider_than_all_that_was_measured_is_not_shown(make):
+    """Four budgets near one line give an interval that says something; far from one, it is named and the fit is not drawn."""
+    write_family(make.root, {}, seeds=(1337,))
+    for wobble, useful in ((0.001, True), (0.3, False)):
+        write_tokens(make.root, {"identity": lambda t, w=wobble: -0.5 * t ** -0.25 * (1 + w * (-1) ** (t // PER_ITER // 10))},
+                     budgets=(10, 20, 30, 60))
+        content, text, _, _ = make()
+        far = content["tokens"]["identity"]["at_20B"]
+        row = re.search(r"\| identity \| 20B, extrapolated \| (.*?) \|", text)[1]
+        claim = re.search(r"\| identity's difference at 20B tokens \| -0.027 \| (.*?) \|", text)[1]
+        assert far["vague"] != useful and row.startswith(f"{far['mean']:+.4f}") and claim.startswith(row)
+        assert ("[" in row) == useful == ("no useful interval" not in row) == ("of no use" not in text)
+        shutil.rmtree(make.root / "tokens")
+
+
+def test_a_budget_without_vanilla_is_named(make):
+    """Its finished runs are in no difference; so they are where vanilla's run is cut off."""
+    write_family(make.root, {"identity": -0.03}, seeds=(1337,))
+    write_tokens(make.root, {"identity": lambda t: -0.05, "svformer": lambda t: -0.05})
+    log = make.root / "tokens/66/vanilla/seed1337/log.jsonl"
+    log.write_text("".join(log.read_text().splitlines(keepends=True)[:-1]))
+    named = {line.split(": ")[0]: line for line in make()[0]["left_out"]}
+    assert "not finished" in named["tokens/66/vanilla/seed1337"]
+    for system in ("identity", "svformer"):
+        assert "in no difference: there is no vanilla of as many tokens" in named[f"tokens/66/{system}/seed1337"]
+
+
+def test_a_second_seed_of_a_large_budget_makes_no_interval_wider(make):
+    """Three seeds of the usual budget know more of the noise than two of another, whose own counts from three on."""
+    write_tokens(make.root, {"identity": lambda t: -0.05})
+    for seed in (1338, 1339):
+        for system, loss in (("vanilla", 0.0), ("identity", -0.05 + NOISE[seed])):
+            write_run(make.root / f"tokens/10/{system}/seed{seed}", seed, 10, vanilla_loss(10 * PER_ITER) + loss)
+    pool = records.Records(str(make.root)).curve
+    usual = pool.noise(10 * PER_ITER)
+    assert usual["df"] == 2 and pool.noise(66 * PER_ITER) == usual
+    for n, seed in enumerate((1338, 1339), 1):
+        for system, loss in (("vanilla", 0.0), ("identity", -0.05 + 3 * NOISE[seed])):
+            write_run(make.root / f"tokens/66/{system}/seed{seed}", seed, 66, vanilla_loss(66 * PER_ITER) + loss)
+        found = records.Records(str(make.root)).curve.noise(66 * PER_ITER)
+        assert found["df"] == 2 and found["std"] == pytest.approx(usual["std"] * (3 if n == 2 else 1))
+
+
 def test_power_law_of_few_points():
     three = [1e8, 1e9, 1e10]
     fit, at = report.power_law(three, [0.02, 0.01, 0.005])

@@ -428,6 +428,13 @@ def test_sampling_leaves_the_run_alone(out, text):
 # The command line
 
 
+@pytest.mark.parametrize("data", [None, {}, {"tokenizer": None}, {"tokenizer": 5}], ids=str)
+def test_a_checkpoint_without_a_tokenizer(out, refused, data):
+    os.mkdir("other")
+    torch.save({**torch.load(out / "vanilla" / "ckpt.pt", weights_only=True), "data": data}, "other/ckpt.pt")
+    assert "does not name its tokenizer" in refused("--out_dir=other")
+
+
 @pytest.mark.parametrize("kind", [".json", ".tiktoken"])
 def test_a_tokenizer_that_moved(out, text, refused, kind):
     """Its new path gives the text that the old one gave; one of another size, or a second wrong path, is refused."""
@@ -437,7 +444,8 @@ def test_a_tokenizer_that_moved(out, text, refused, kind):
     err = refused("--out_dir=other")
     assert f"gone/own{kind}: no such file" in err and "--tokenizer" in err
     assert text("--out_dir=other", "--tokenizer=bytes", "--start=do") == text("--start=do")
-    assert f"also{kind}: no such file" in refused("--out_dir=other", f"--tokenizer=also{kind}")
+    err = refused("--out_dir=other", f"--tokenizer=also{kind}")
+    assert f"--tokenizer=also{kind}: no such file" in err and "moved" not in err
     ranks = [*(bytes([i]) for i in range(256)), b"ab"]
     Path("few.tiktoken").write_text("".join(f"{base64.b64encode(t).decode()} {i}\n" for i, t in enumerate(ranks)))
     err = refused("--out_dir=other", "--tokenizer=few.tiktoken")

@@ -705,8 +705,10 @@ def test_torn_and_surplus_log_lines_are_cut(data, monkeypatch):
 
 @pytest.mark.parametrize("line", [
     "text", "7", "[1]", '{"loss": 1.0}', '{"iter": [1], "loss": 1.0}', '{"iter": 1, "loss": "low"}',
-    '{"iter": 1, "val_loss": 1.0}', '{"iter": 1, "val_loss": 1.0, "val": 3, "val_mean": 1.0}',
-    '{"iter": 1, "val_loss": 1.0, "val": {"C4": "x"}, "val_mean": 1}'])
+    '{"iter": "a", "loss": 1.0}', '{"iter": null, "loss": 1.0}', '{"iter": 2.5, "loss": 1.0}', '{"iter": 1e400, "loss": 1.0}',
+    '{"iter": true, "loss": 1.0}', '{"iter": 0, "loss": 1.0}', '{"iter": -1, "loss": 1.0}', '{"iter": 99, "loss": true}',
+    '{"iter": 1, "val_loss": 1.0}', '{"iter": 0, "val_loss": 1.0, "val": {}, "val_mean": 1.0}',
+    '{"iter": 1, "val_loss": 1.0, "val": 3, "val_mean": 1.0}', '{"iter": 1, "val_loss": 1.0, "val": {"C4": "x"}, "val_mean": 1}'])
 def test_a_log_with_foreign_lines_is_refused(data, capsys, line):
     """In a list that is complete, which would read it for the table."""
     Path("runs.py").write_text("runs = {'vanilla': {}, 'svformer': {'shared_value': True}}\n")
@@ -717,6 +719,9 @@ def test_a_log_with_foreign_lines_is_refused(data, capsys, line):
     before = Path("o/svformer/log.jsonl").read_bytes()
     err = refused(capsys, *args)
     assert "o/svformer/log.jsonl: holds a line that train.py did not write" in err and line[:40] in err
+    assert Path("o/svformer/log.jsonl").read_bytes() == before
+    err = refused(capsys, f"--data={data}", "--shared_value=True", "--out_dir=o/svformer", "--max_iters=9")
+    assert "o/svformer/log.jsonl" in err
     assert Path("o/svformer/log.jsonl").read_bytes() == before
 
 
@@ -753,8 +758,18 @@ def test_damaged_checkpoint(data, capsys, kind):
 
 @pytest.mark.parametrize("option", ["--init_from=resume", "--eval_only=True"])
 def test_resume_without_checkpoint(data, capsys, option):
-    err = refused(capsys, f"--data={data}", "--out_dir=o", option)
-    assert "o/ckpt.pt" in err and not os.path.exists("o")
+    """Nothing is made, neither out_dir nor the built-in corpus."""
+    for where in ([f"--data={data}"], []):
+        err = refused(capsys, *where, "--out_dir=o", option)
+        assert "o/ckpt.pt" in err and os.listdir() == []
+
+
+def test_evaluating_from_scratch_is_refused(data, capsys):
+    args = [f"--data={data}", "--out_dir=o"]
+    assert go(*args) == 0
+    before = snapshot("o")
+    err = refused(capsys, *args, "--eval_only=True", "--init_from=scratch")
+    assert "--eval_only" in err and "--init_from=scratch" in err and snapshot("o") == before
 
 
 def test_scratch_starts_over(data):
