@@ -53,7 +53,7 @@ def test_a_run_without_config_json(trained, tmp_path):
     shutil.copytree(trained / "runs/vanilla/seed1", tmp_path / "run")
     (tmp_path / "run/config.json").unlink()
     with pytest.raises(UserError, match="config.json is missing") as e:
-        common.needed(common.Run(str(tmp_path / "run"), str(tmp_path)))
+        common.needed(common.Run(str(tmp_path / "run"), str(tmp_path)), seed=int)
     assert str(e.value).count(str(tmp_path)) == 1
 
 

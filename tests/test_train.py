@@ -708,7 +708,7 @@ def test_torn_and_surplus_log_lines_are_cut(data, monkeypatch):
     '{"iter": "a", "loss": 1.0}', '{"iter": null, "loss": 1.0}', '{"iter": 2.5, "loss": 1.0}', '{"iter": 1e400, "loss": 1.0}',
     '{"iter": true, "loss": 1.0}', '{"iter": 0, "loss": 1.0}', '{"iter": -1, "loss": 1.0}', '{"iter": 99, "loss": true}',
     '{"iter": 1, "val_loss": 1.0}', '{"iter": 0, "val_loss": 1.0, "val": {}, "val_mean": 1.0}',
-    '{"iter": 1, "val_loss": 1.0, "val": 3, "val_mean": 1.0}', '{"iter": 1, "val_loss": 1.0, "val": {"C4": "x"}, "val_mean": 1}'])
+    '{"iter": 1, "val_loss": 1.0, "val": 3, "val_mean": 1.0}', '{"iter": 1, "val_loss": 1, "val": {"C4": "x"}, "val_mean": 1}'])
 def test_a_log_with_foreign_lines_is_refused(data, capsys, line):
     """In a list that is complete, which would read it for the table."""
     Path("runs.py").write_text("runs = {'vanilla': {}, 'svformer': {'shared_value': True}}\n")
