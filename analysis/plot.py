@@ -39,8 +39,9 @@ def draw(path, panels, title="", caption=""):
     order = {}  # name: its number, by which it has one colour in all panels; other names start again
     for panel in panels:
         after = len(order) if order.keys() & panel["series"].keys() else 0
-        order |= {name: after + i for i, name in enumerate(n for n in panel["series"] if n not in order)}
-        order |= {name: order[other] for name, other in panel.get("like", {}).items()}
+        like = panel.get("like", {})
+        order |= {name: after + i for i, name in enumerate(n for n in panel["series"] if n not in order and n not in like)}
+        order |= {name: order[other] for name, other in like.items()}
     places = figure.subplots(rows, columns, squeeze=False).flat
     for axes in list(places)[len(panels):]:
         axes.remove()

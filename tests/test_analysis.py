@@ -328,6 +328,14 @@ def test_points_apart_have_no_line_and_a_crossing_has_one(tmp_path, monkeypatch)
     assert [t.get_text() for t in joined.get_legend().get_texts()] == ["a (0 at 617)", "b"]
 
 
+def test_a_name_like_another_has_its_colour_and_takes_none(tmp_path, monkeypatch):
+    line = [([0, 1], [1, 2])]
+    axes, = drawn(tmp_path, monkeypatch, dict(series={"none": [([], [])], "a": line, "a, paper": [([], [])], "b": line},
+                                              points={"a, paper": ([0], [1])}, like={"a, paper": "a"}, hollow={"a, paper"}))
+    assert [(x.get_label(), x.get_color()) for x in axes.lines] == [("a", "C1"), ("a, paper", "C1"), ("b", "C2")]
+    assert [x.get_markerfacecolor() for x in axes.lines] == ["C1", "none", "C2"]
+
+
 def test_labels_of_a_long_logarithmic_axis_do_not_overlap(tmp_path, monkeypatch):
     for end in (3e4, 1e9):
         axes, = drawn(tmp_path, monkeypatch, dict(series={"a": [([500, end], [1, 2])]}, log="x"))
