@@ -198,7 +198,7 @@ class Records(Pool):
         for (_, tokens), of in self.points.items():
             for p in of.values() if tokens != self.tokens else ():
                 self.skip(p.run.name, f"{billions(tokens)} tokens, most runs of family/ have {billions(self.tokens)}")
-        for system in PAPER:
+        for system in PAPER if os.path.isdir(os.path.join(root, "family")) else ():
             if not self.points.get((system, self.tokens)):
                 self.skip(f"family/{system}", "no finished run")
         self.pools = {folder: self.arms(folder) for folder in ARMS if os.path.isdir(os.path.join(root, folder))}

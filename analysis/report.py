@@ -418,7 +418,9 @@ def mechanism(records):
                 for p in of.values()}
     of_runs, uniform = {}, None  # {folder of runs: ({number: {system: {seed: value}}}, {run: Point})}
     analyses = list(dict.fromkeys(of for of, *_ in MECHANISM.values()))
-    for analysis, name in ((a, name) for a in analyses for name in beside(records, f"{a}.json") or [f"mechanism/{a}.json"]):
+    expected = any(os.path.isdir(os.path.join(records.root, name)) for name in ("family", "tokens", "mechanism"))
+    for analysis, name in ((a, name) for a in analyses
+                           for name in beside(records, f"{a}.json") or [f"mechanism/{a}.json"] * expected):
         if (content := records.json(name)) is None:
             continue
         folder = name.split("/")[1]
@@ -694,8 +696,8 @@ def main():
     head = ["claim", "paper", "here", "verdict"]
     counted = [(v, sum(row[3] == v for row in verdicts)) for v in VERDICTS]
     claimed = f"{len(verdicts)} claims: " + ", ".join(f"{v} {n}" for v, n in counted) + ".\n\n"
-    claimed += markdown(head, [row for row in verdicts if row[2]])
-    if missing := [row[0] for row in verdicts if not row[2]]:
+    claimed += markdown(head, rows) if (rows := [row for row in verdicts if row[2]]) else "None of them was measured here."
+    if (missing := [row[0] for row in verdicts if not row[2]]) and rows:
         claimed += "\n\nNot measured here: " + "; ".join(missing) + "."
     folder = config.out_dir or paths[0]
     os.makedirs(folder, exist_ok=True)

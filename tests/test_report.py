@@ -877,6 +877,15 @@ def test_nothing_but_a_folder_is_enough(make):
         records.Records("nowhere")
 
 
+def test_a_list_alone_has_its_section_and_misses_nothing(make):
+    """Somebody's own runs at several learning rates, of systems with names of their own."""
+    for rate in (1e-3, 2e-3):
+        write_pool(make.root / "rates" / f"{rate:g}", {"mine": -0.1 * (rate == 2e-3)}, learning_rate=rate, min_lr=rate / 10)
+    content, text, _, _ = make()
+    assert content["left_out"] == [] and "| 0.002 | mine |" in text and "None of them was measured here." in text
+    assert content["rates"]["best"]["mine"]["rate"] == "0.002" and "\n| --- |" not in text.partition("## Learning rates")[0]
+
+
 def test_committed_report_is_what_the_records_give(tmp_path, capsys, monkeypatch):
     readme = shutil.copy(os.path.join(REPO, "README.md"), tmp_path / "README.md")
     monkeypatch.chdir(REPO)
