@@ -111,6 +111,18 @@ def test_quickstart_table_is_the_measured_one():
     """README's numbers are those of the committed summary, as train.py prints it."""
     with open(os.path.join(REPO, "results", "quickstart", "summary.json"), encoding="utf-8") as f:
         assert train.table(json.load(f)) in README
+    with open(os.path.join(REPO, "results", "quickstart", "report.json"), encoding="utf-8") as f:
+        rates = json.load(f)["rates"]
+    text = " ".join(README.partition("## What the quickstart shows")[2].partition("\n## ")[0].split())
+    best = {s: rates["best"][s] for s in ("vanilla", "resformer", "svformer")}
+    assert [x["rate"] for x in best.values()] == ["1e-3", "2e-3", "2e-3"]
+    assert list(rates["arms"]) == ["5e-4", "1e-3", "2e-3", "4e-3"]
+    told = []
+    for system in ("resformer", "svformer"):
+        d, same = best[system]["difference"], rates["arms"]["2e-3"]["systems"][system]["difference"]["mean"]
+        assert len(d["seeds"]) == 3 and 0.35 < 1 - d["mean"] / same < 0.45  # "two fifths"
+        told.append("by {:.3f} [{:.3f}, {:.3f}]".format(*(-x for x in (d["mean"], *reversed(d["interval_95"])))))
+    assert "ResFormer is ahead {} and SVFormer {} (three".format(*told) in text
 
 
 def test_family_table_is_the_measured_one():

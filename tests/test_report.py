@@ -886,15 +886,17 @@ def test_a_list_alone_has_its_section_and_misses_nothing(make):
     assert content["rates"]["best"]["mine"]["rate"] == "0.002" and "\n| --- |" not in text.partition("## Learning rates")[0]
 
 
-def test_committed_report_is_what_the_records_give(tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("folder", ["results", "results/quickstart"])
+def test_committed_report_is_what_the_records_give(folder, tmp_path, capsys, monkeypatch):
     readme = shutil.copy(os.path.join(REPO, "README.md"), tmp_path / "README.md")
     monkeypatch.chdir(REPO)
-    code, _, err = run_command(report, capsys, monkeypatch, "results/", f"--out_dir={tmp_path}", f"--readme={readme}")
+    code, _, err = run_command(report, capsys, monkeypatch, folder, f"--out_dir={tmp_path}",
+                               f"--readme={readme if folder == 'results' else ''}")
     assert code == 0, err
     for name in ("report.json", "report.md"):
-        with open(os.path.join(COMMITTED, name), encoding="utf-8") as f:
-            assert (tmp_path / name).read_text(encoding="utf-8") == f.read(), f"run python -m analysis.report results/ ({name})"
+        with open(os.path.join(REPO, folder, name), encoding="utf-8") as f:
+            assert (tmp_path / name).read_text(encoding="utf-8") == f.read(), f"run python -m analysis.report {folder} ({name})"
     with open(os.path.join(REPO, "README.md"), encoding="utf-8") as f:
         assert readme.read_text(encoding="utf-8") == f.read()
     for picture in re.findall(r"!\[[^]]*\]\((\w+\.png)\)", (tmp_path / "report.md").read_text(encoding="utf-8")):
-        assert os.path.exists(os.path.join(COMMITTED, picture))
+        assert os.path.exists(os.path.join(REPO, folder, picture))
