@@ -106,7 +106,11 @@ def noise_said(sd, where="family/"):
     if not sd:
         return "No system has two paired seeds: the noise between seeds is not known."
     return (f"From seed to seed a difference to vanilla in {where} has a standard deviation of {sd['std']:.4f} (pooled over "
-            f"systems, {sd['df']} degree{'s' * (sd['df'] > 1)} of freedom, as they share vanilla's runs).")
+            f"systems, {freedom(sd)}, as they share vanilla's runs).")
+
+
+def freedom(sd):
+    return f"{sd['df']} degree{'s' * (sd['df'] > 1)} of freedom"
 
 
 def markdown(head, rows):
@@ -239,8 +243,8 @@ def against_tokens(records):
         law = None if system in OVERTAKEN else power_law(list(found), means, reaches if max(reaches) < math.inf else None)
         xs = np.geomspace(min(found), PAPER_TOKENS, 40)
         ends = [law[1](q) for q in xs] if law else []
-        vague = not ends or max(abs(x) for e in ends for x in e) >= 3 * max(map(abs, means))
-        far = dict(zip(("mean", "low", "high"), law[1](PAPER_TOKENS)), vague=vague) if law else None
+        vague = max((abs(x) for e in ends for x in e), default=0) >= 3 * max(map(abs, means))
+        far = dict(zip(("mean", "low", "high"), ends[-1]), vague=vague) if law else None
         numbers[system] = {"tokens": list(found), "differences": list(found.values()), "fit": law and law[0], "at_20B": far}
         rows += [[system, billions(t), spread(d) + "†" * bool(hurried(pool, system, t)), len(d["seeds"]), ""]
                  for t, d in found.items()]
@@ -250,7 +254,7 @@ def against_tokens(records):
         rows.append([system, "20B, extrapolated", said or f"-: {why}", "-",
                      number(PAPER.get(system), "+.3f")])
         points[system], series[system] = (list(found), means), [(list(found), means)]
-        if not vague:
+        if law and not vague:
             series[system] = [(xs, [e[0] for e in ends])]
             bands[system] = xs, [e[1] for e in ends], [e[2] for e in ends]
         if PAPER.get(system):
@@ -258,9 +262,10 @@ def against_tokens(records):
             series[paper], points[paper], same[paper] = [([], [])], ([PAPER_TOKENS], [PAPER[system]]), system
     if not rows:
         return None
-    times = " to ".join(sorted({f"{PAPER_TOKENS / max(f['tokens']):.0f}" for f in numbers.values()}, key=int))
-    most, one_seed = max(t for f in numbers.values() for t in f["tokens"]), max(r[3] for r in rows if r[3] != "-") == 1
-    by_noise = reach(records.noise_at(most), 1)
+    largest = [max(f["tokens"]) for f in numbers.values()]
+    times = " to ".join(dict.fromkeys(f"{PAPER_TOKENS / t:.0f}" for t in sorted(largest, reverse=True)))
+    one_seed = all(len(d["seeds"]) == 1 for f in numbers.values() for d in f["differences"])
+    by_noise = reach(records.noise_at(max(largest)), 1)
     said_of_noise = noise_said(sd, folders(used)) if (sd := pool.noise()) else noise_said(records.noise())
     if sd:
         said_of_noise += (f" It is that at {billions(pool.tokens)} tokens, which larger budgets without several seeds borrow. "
@@ -313,16 +318,16 @@ def data_saving(records):
         if len(paired := paired_throughout(pool, system)) < 2:
             continue
         used += [p.run for of in paired.values() for pair in of.values() for p in pair if p.run not in used]
-        noises += [f"{sd['std']:.4f} ({sd['df']} degree{'s' * (sd['df'] > 1)} of freedom)" for t in paired
-                   if (sd := records.noise_at(t, None))]
+        sds = [records.noise_at(t, None) for t in paired]
+        noises += [f"{sd['std']:.4f} ({freedom(sd)})" for sd in sds if sd]
         own, base = ([statistics.fmean(pair[i].end["val_mean"] for pair in of.values()) for of in paired.values()]
                      for i in (0, 1))
         budgets, seeds = list(paired), list(next(iter(paired.values())))
         series["vanilla"], series[system] = [(budgets, base)], [(budgets, own)]
         above.update({(t, s): x for t in budgets for s, x in hurried(pool, system, t).items()})
         numbers[system] = {"seeds": seeds, "budgets": [
-            {"tokens": t, "loss": loss, **horizontal(budgets, own, t, loss, unpaired(records.noise_at(t, None), len(seeds)))}
-            for t, loss in zip(budgets, base)]}
+            {"tokens": t, "loss": loss, **horizontal(budgets, own, t, loss, unpaired(sd, len(seeds)))}
+            for t, loss, sd in zip(budgets, base, sds)]}
         for b in numbers[system]["budgets"]:  # the budgets whose losses it is read off between
             at = b["tokens"] * (1 - (b["saving"] or 0))
             lower = max((t for t in budgets if t <= at), default=budgets[0])

@@ -1,6 +1,6 @@
 """Several processes (gloo, on the CPU): equal to one, resumed to the bit, and ended together."""
 import json
-import multiprocessing
+import multiprocessing.connection
 import os
 import signal
 import socket
@@ -59,6 +59,7 @@ def one_of_several(folder, env, out, words):
     with open(out, "w") as f:
         os.dup2(f.fileno(), 1)
         os.dup2(f.fileno(), 2)
+    torch.set_num_threads(1)  # as launch() has them
     sys.argv = ["train.py", *TINY, *words]
     command(train.main)
 
@@ -73,9 +74,9 @@ def fork(folder, processes, *options, code=0, apart=False):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         group = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(s.getsockname()[1]), WORLD_SIZE=str(processes))
-    outs = [str(folder / f"rank{rank}.txt") for rank in range(processes)]
+    outs = [folder / f"rank{rank}.txt" for rank in range(processes)]
     jobs = [context.Process(target=one_of_several, args=(
-        str(folder / f"disk{rank}" if apart else folder),
+        folder / f"disk{rank}" if apart else folder,
         dict(group, RANK=str(rank), LOCAL_RANK=str(rank)) if processes > 1 else {}, outs[rank], options))
         for rank in range(processes)]
     for job in jobs:
@@ -88,7 +89,7 @@ def fork(folder, processes, *options, code=0, apart=False):
     for job in jobs:
         job.kill()
         job.join()
-    out = "".join(open(out).read() for out in outs)
+    out = "".join(path.read_text() for path in outs)
     assert failed == code, out
     return out
 
@@ -143,7 +144,7 @@ def test_one_process_killed_ends_all_and_resumes_to_the_bit(folder, undisturbed)
     out = job.communicate(timeout=60)[0]
     assert job.returncode != 0 and time.time() - began < 20, out
     assert len(train.read_log(path.parent)[0]) < 12
-    assert "resuming at iteration" in fork(folder, 2, "--out_dir=out/killed", "--dropout=0.1")
+    assert "resuming at iteration" in finish(launch(folder, 2, "--out_dir=out/killed", "--dropout=0.1"))
     assert losses(folder, "out/killed") == undisturbed[0]
     for name, w in weights(folder, "out/killed").items():
         assert torch.equal(w, undisturbed[1][name]), name
