@@ -346,8 +346,8 @@ def at_best_rates(key, *systems):
         v = together([verdict(d, -1, sd) for d in found.values()])
         if not any(found.values()):
             return "", v
-        if v == HOLDS and best["vanilla"]["at_an_end"]:
-            return "; ".join([*cells, "vanilla's best is at an end of its rates"]), PARTLY
+        if best["vanilla"]["at_an_end"]:
+            return "; ".join([*cells, "vanilla's best is at an end of its rates"]), PARTLY if v == HOLDS else v
         return "; ".join(cells), v
     return check
 

@@ -26,7 +26,7 @@ def draw(path, panels, title="", caption=""):
         bands    {name: (xs, low, high)}: a shaded band in the name's colour
         points   {name: (xs, ys)}: points in the name's colour, apart from its line, and without one what the legend shows;
                  hollow: the names whose points aren't filled
-        like     {name: another whose colour it has, too}
+        like     {name: another whose colour it has, too}; dashed: the names whose lines are broken
         order    ys that are words, from below upwards, in this order
         at       {name: x}: a thin vertical line in the name's colour, where its curve crosses zero; the legend has x
     caption: what to look for, below all.
@@ -56,6 +56,8 @@ def draw(path, panels, title="", caption=""):
         for name in names:
             i = order[name]
             look = dict(color=f"C{i % 10}", linestyle=("-", "--", ":", "-.")[i // 10 % 4], linewidth=1.2)
+            if name in panel.get("dashed", ()):
+                look["linestyle"] = "--"
             marker = "osD^"[i // 10 % 4] if panel.get("marks") or panel.get("apart") else None
             at = panel.get("at", {}).get(name)
             label = name if at is None else f"{name} (0 at {at:,.0f})"

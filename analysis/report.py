@@ -637,7 +637,7 @@ def rates(records):
         records.skip(f"rates/{arm}", "compared with no other rate: its data, length, budget or schedule are not those of most")
     arms = {arm: pool for arm, pool in pools.items() if str(settings[arm]) == usual and pool.at("vanilla", pool.tokens)}
     stronger = {arm: "".join(f", {k}" for k in STRONGER if getattr(pool.runs()[0].shape, k)) for arm, pool in arms.items()}
-    losses, series = {}, {}
+    losses, series, like = {}, {}, {}
     for system in dict.fromkeys(s for pool in arms.values() for s in pool.systems(pool.tokens)):
         of = {arm: {seed: x for seed, p in pool.at(system, pool.tokens).items() if (x := p.end["val_mean"]) is not None}
               for arm, pool in arms.items()}
@@ -647,7 +647,8 @@ def rates(records):
             continue
         losses[system] = {arm: {seed: of[arm][seed] for seed in seeds} for arm in arms}
         for arm in arms:
-            (xs, ys), = series.setdefault(system + stronger[arm], [([], [])])
+            (xs, ys), = series.setdefault(name := system + stronger[arm], [([], [])])
+            like |= {name: system} if name != system else {}
             xs.append(f"{arms[arm].runs()[0].config['learning_rate']:g}")
             ys.append(statistics.fmean(losses[system][arm].values()))
 
@@ -673,7 +674,8 @@ def rates(records):
             (best, ""), (best_stronger, f", over a stronger baseline ({', '.join(STRONGER)})")) if of or not where),
          *["At an end of its rates, so that the true best may lie outside: " + ", ".join(
              s for s, b in best.items() if b["at_an_end"]) + "."] * any(b["at_an_end"] for b in best.values())],
-        [dict(series=series, marks=True, x="peak learning rate", y="loss, mean over sources (nats per token)")],
+        [dict(series=series, like=like, dashed=set(like), marks=True, x="peak learning rate",
+              y="loss, mean over sources (nats per token)")],
         "Does a system's lowest point lie below vanilla's?", {"best": best, "best_stronger": best_stronger})
 
 

@@ -152,19 +152,28 @@ def test_family_table_is_the_measured_one():
     large = [report["family"]["systems"][s]["difference"]["seeds"]["1337"] for s in report["tokens"]]
     curve = records.Records(os.path.join(REPO, "results")).curve
     trained = [curve.relative(s, 524288000)[1][0, -1] for s in report["tokens"]]
-    trained_most = [curve.relative(s, 858521600)[1][0, -1] for s in ("identity", "svformer")]
-    steps, evals = train.read_log(os.path.join(REPO, "results/tokens/13100/sparse/seed1337"))
-    cut = evals[9825]["val_mean"]
-    assert 9825 == 13100 * 3 // 4 and len(steps) == 13100 - 210
-    assert report["tokens"]["svformer"]["tokens"][-1] == 858521600 and trained_most[1] < 0  # "has not happened yet"
+    trained_most = [curve.relative(s, 858521600)[1][0, -1] for s in report["tokens"]]
+    assert report["tokens"]["svformer"]["tokens"][-1] == 858521600 and trained_most[-1] < 0  # "has not happened yet"
+    arms, best, strong = (report["rates"][k] for k in ("arms", "best", "best_stronger"))
+    loss = {arm: {s: x["val_mean"] for s, x in of["systems"].items()} for arm, of in arms.items()}
+    leads = [[-of[s]["difference"]["mean"] for s in report["tokens"]] for of in (best, strong)]
+    changes = {s: loss["1.2e-3_strong"][s] - loss["1.2e-3"][s] for s in best}
+    assert all(x["rate"].startswith("1.2e-3") and x["at_an_end"] for of in (best, strong) for x in of.values())
+    assert best["vanilla"]["rate"] == "1.2e-3_strong" and " ".join(loss) == "3e-4 6e-4 6e-4_strong 1.2e-3 1.2e-3_strong"
+    reach = records.reach(report["rates"]["noise"], 1)
+    assert [x > reach for x in leads[1]] == [False, True, False] and min(leads[0]) > reach
     sd, said = report["ablations"]["noise"], " ".join(table.split())
     for words, numbers in (
             ("take vanilla from {1:.3f} to {0:.3f}", ends),
             ("from {:.3f} to {:.3f} (identity), from {:.3f} to {:.3f} (sparse) and from {:.3f} to {:.3f} (SVFormer)",
              [x for pair in zip(large, small) for x in pair]),
             ("identity, sparse and SVFormer end at {:.3f}, {:.3f} and {:.3f} after 0.524B,", trained),
-            ("identity and SVFormer at {:.3f} and {:.3f} after 0.859B", trained_most),
-            ("its learning rate still {:.1f} times the final one, it was at {:.3f}", [steps[9824]["lr"] / 6e-5, cut]),
+            ("at {:.3f}, {:.3f} and {:.3f} after 0.859B", trained_most),
+            ("identity is ahead by {:.3f}, sparse by {:.3f} and SVFormer by {:.3f}", leads[0]),
+            ("identity's lead is {:.3f} and SVFormer's {:.3f}, within the noise, and sparse's {:.3f}",
+             [leads[1][i] for i in (0, 2, 1)]),
+            ("vanilla ends {:.3f} lower with them, identity {:.3f} and SVFormer {:.3f} higher",
+             [-changes["vanilla"], changes["identity"], changes["svformer"]]),
             ("has a standard deviation of {:.3f} (after 0.131B), so that one of one seed counts from {:.2f} on",
              [sd["std"], records.reach(sd, 1)])):
         assert words.format(*numbers) in said, words
@@ -296,12 +305,13 @@ def test_speed_and_waiting_of_whole_runs_are_the_logged_ones():
         steps, _ = train.read_log(os.path.join(REPO, "results", "family", system, "seed1339"))
         speeds.append(statistics.median(s["tokens_per_s"] for s in steps.values()))
     assert [int(x.replace(",", "")) for x in re.findall(r"\d,\d{3},\d{3}", line)] == [round(s) for s in speeds]
-    logs = [log for folder in ("family", "tokens", "ablations")
+    logs = [log for folder in ("family", "tokens", "ablations", "rates")
             for log in glob.glob(os.path.join(REPO, "results", folder, "**", "log.jsonl"), recursive=True)]
     waits = [s["data_wait"] for log in logs for i, s in train.read_log(os.path.dirname(log))[0].items() if i >= 10]
-    *_, most, once = sorted(set(waits))
-    assert waits.count(once) == 10
-    words = f"waited for {most:.2%} of the time at most,", f"but once: {once:.2%} of ten iterations"
+    *_, most, once, twice = sorted(set(waits))
+    assert waits.count(once) == waits.count(twice) == 10
+    words = (f"waited for {most:.2%} of the time at most,", f"but twice: {once:.2%} of ten iterations",
+             f"and {twice:.2%} of ten of")
     assert all(w.replace("%", " %") in " ".join(line.split()) for w in words)
 
 
@@ -356,11 +366,14 @@ def test_sinks_and_drains_are_the_measured_ones():
 
 
 def test_copied_runs_are_equal():
-    """tokens/2000 is ablations/'s runs of these systems."""
-    for path in glob.glob(os.path.join(REPO, "results/tokens/2000/*/*/*")):
-        name = os.path.relpath(path, os.path.join(REPO, "results/tokens/2000"))
-        with open(path, "rb") as one, open(os.path.join(REPO, "results/ablations", name), "rb") as other:
-            assert one.read() == other.read(), name
-    for system in os.listdir(os.path.join(REPO, "results/tokens/2000")):
-        assert len(os.listdir(os.path.join(REPO, "results/tokens/2000", system))) == len(
-            os.listdir(os.path.join(REPO, "results/ablations", system)))
+    """tokens/2000 and rates/6e-4 are ablations/'s runs of these systems."""
+    ablations = os.path.join(REPO, "results/ablations")
+    for copies in ("tokens/2000", "rates/6e-4"):
+        copies = os.path.join(REPO, "results", copies)
+        for path in glob.glob(os.path.join(copies, "*/*/*")):
+            name = os.path.relpath(path, copies)
+            with open(path, "rb") as one, open(os.path.join(ablations, name), "rb") as other:
+                assert one.read() == other.read(), path
+        for system in os.listdir(copies):
+            assert os.listdir(os.path.join(copies, system)) and sorted(os.listdir(os.path.join(copies, system))) == sorted(
+                os.listdir(os.path.join(ablations, system)))

@@ -752,6 +752,7 @@ def test_rates(make):
     assert {s: b["at_an_end"] for s, b in best.items()} == {"vanilla": True, "identity": False, "sparse": False}
     assert "may lie outside: vanilla." in text and list(content["rates"]["arms"]) == ["0.0003", "0.0006", "0.0012"]
     assert verdicts(content)["the gain is there at each one's best learning rate"] == "holds partly"  # not sparse's
+    assert "vanilla's best is at an end of its rates" in text  # whatever the verdict
 
 
 def test_a_best_needs_vanillas_rates_and_no_end(make):
