@@ -511,11 +511,14 @@ def compared(records, folder, title, arm="", more=None, notes=(), panels=(), cap
                   pairs(x["seeds"], x["difference"]), *(cell(name, system, x) for cell in (more or {}).values())]
                  for system, x in of["systems"].items()]
     sd = noise(x["difference"] for of in arms.values() for x in of["systems"].values())
+    several = [name for name, of in arms.items() if any(
+        len(x["difference"]["seeds"]) > 1 for x in of["systems"].values() if x["difference"])]
+    where = f"{folder}/" if len(several) == len(arms) else ", ".join(f"{folder}/{name}/" for name in several)
     return Section(
         title, origin(f"{folder}/", [run for pool in pools.values() for run in pool.runs()]),
         {"arms": arms, "noise": sd, **(extra or {})},
         [*[arm] * bool(arm), "system", "tokens", "mean over sources", "difference [95 %]", "seeds", *(more or {})], rows,
-        [*notes, "A mean is over a system's own seeds, a difference over those of its pairs. " + noise_said(sd, f"{folder}/")],
+        [*notes, "A mean is over a system's own seeds, a difference over those of its pairs. " + noise_said(sd, where)],
         list(panels), caption)
 
 
@@ -673,7 +676,8 @@ def rates(records):
            f"No best{where} is paired with vanilla's." for of, where in (
             (best, ""), (best_stronger, f", over a stronger baseline ({', '.join(STRONGER)})")) if of or not where),
          *["At an end of its rates, so that the true best may lie outside: " + ", ".join(
-             s for s, b in best.items() if b["at_an_end"]) + "."] * any(b["at_an_end"] for b in best.values())],
+             s for s, b in best.items() if b["at_an_end"]) + "."] * any(b["at_an_end"] for b in best.values()),
+         "The best and the picture have only the seeds that a system has at all rates."],
         [dict(series=series, like=like, dashed=set(like), marks=True, x="peak learning rate",
               y="loss, mean over sources (nats per token)")],
         "Does a system's lowest point lie below vanilla's?", {"best": best, "best_stronger": best_stronger})

@@ -317,6 +317,14 @@ def test_a_long_legend_covers_nothing(tmp_path, monkeypatch, xs, panels):
                 assert not any(legend.overlaps(other.get_tightbbox()) for other in found if other is not axes)
 
 
+def test_a_name_like_another_has_its_colour_and_may_be_broken(tmp_path, monkeypatch):
+    line = [([0, 1], [0, 1])]
+    axes, = drawn(tmp_path, monkeypatch, dict(
+        series={"a": line, "b": line, "b, too": line}, like={"b, too": "b"}, dashed={"b, too"}))
+    a, b, too = axes.get_lines()
+    assert a.get_color() != b.get_color() == too.get_color() and [x.get_linestyle() for x in (a, b, too)] == ["-", "-", "--"]
+
+
 def test_points_apart_have_no_line_and_a_crossing_has_one(tmp_path, monkeypatch):
     apart, joined, lone = drawn(
         tmp_path, monkeypatch, dict(series={"a": [(["C4", "Book"], [1, 2])]}, apart=True),

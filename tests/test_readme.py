@@ -110,19 +110,37 @@ def test_own_system_of_the_readme_trains(in_checkout):
 def test_quickstart_table_is_the_measured_one():
     """README's numbers are those of the committed summary, as train.py prints it."""
     with open(os.path.join(REPO, "results", "quickstart", "summary.json"), encoding="utf-8") as f:
-        assert train.table(json.load(f)) in README
+        assert train.table(summary := json.load(f)) in README
     with open(os.path.join(REPO, "results", "quickstart", "report.json"), encoding="utf-8") as f:
         rates = json.load(f)["rates"]
     text = " ".join(README.partition("## What the quickstart shows")[2].partition("\n## ")[0].split())
     best = {s: rates["best"][s] for s in ("vanilla", "resformer", "svformer")}
     assert [x["rate"] for x in best.values()] == ["1e-3", "2e-3", "2e-3"]
     assert list(rates["arms"]) == ["5e-4", "1e-3", "2e-3", "4e-3"]
-    told = []
+    told, seeds, same, ratios = [], [], [], []
     for system in ("resformer", "svformer"):
-        d, same = best[system]["difference"], rates["arms"]["2e-3"]["systems"][system]["difference"]["mean"]
-        assert len(d["seeds"]) == 3 and 0.35 < 1 - d["mean"] / same < 0.45  # "two fifths"
+        d, mine = best[system]["difference"], rates["arms"]["1e-3"]["systems"][system]["difference"]
+        assert len(d["seeds"]) == 3 and mine["seeds"] == pytest.approx({
+            seed: x["rel_val_loss"] for seed, x in summary[system]["seeds"].items()}, abs=1e-5)  # the table's runs again
         told.append("by {:.3f} [{:.3f}, {:.3f}]".format(*(-x for x in (d["mean"], *reversed(d["interval_95"])))))
-    assert "ResFormer is ahead {} and SVFormer {} (three".format(*told) in text
+        seeds.append(", ".join(f"−{-x:.2f}" for x in mine["seeds"].values()))
+        same.append(-rates["arms"]["2e-3"]["systems"][system]["difference"]["mean"])
+        ratios.append(round(mine["mean"] / -0.027))
+    assert "ResFormer is ahead {} and SVFormer {} (three".format(*told) in text and ratios == [3, 5]
+    assert "(ResFormer {}; SVFormer {})".format(*seeds) in text
+    worse = rates["arms"]["2e-3"]["systems"]["vanilla"]["val_mean"] - best["vanilla"]["val_mean"]
+    assert "they seem to be by {:.2f} and {:.2f}, since vanilla then loses {:.2f}:".format(*same, worse) in text
+
+
+def rates_of_one_seed():
+    """{learning rate: {system: final loss}} of results/rates/'s seed 1337."""
+    found = {}
+    for arm in ("3e-4", "6e-4", "6e-4_strong", "1.2e-3", "1.2e-3_strong"):
+        ends = {s: train.read_log(os.path.join(REPO, "results/rates", arm, s, "seed1337"))[1][2000]["val_mean"]
+                for s in ("vanilla", "identity", "sparse", "svformer")}
+        found[arm] = ends
+    assert sorted(found) == sorted(os.listdir(os.path.join(REPO, "results/rates")))
+    return found
 
 
 def test_family_table_is_the_measured_one():
@@ -131,7 +149,7 @@ def test_family_table_is_the_measured_one():
     table = README.partition("## On real text")[2].partition("\n## ")[0]
     budgets = {t: {s: d["mean"] for s, x in report["tokens"].items() for t_, d in zip(x["tokens"], x["differences"]) if t_ == t}
                for t in report["tokens"]["identity"]["tokens"]}
-    assert table.count("\n| ") == 2 + len(report["family"]["systems"]) + 2 + len(budgets)
+    assert table.count("\n| ") == 2 + len(report["family"]["systems"]) + 2 + len(budgets) + 2 + len(report["rates"]["arms"])
     for system, x in report["family"]["systems"].items():
         d, paper = x["difference"], f"{x['paper']:+.3f}" if x["paper"] else "-"
         cells = f"{records.spread(x.get('difference_halfway'))} | {records.spread(d)}"
@@ -156,12 +174,24 @@ def test_family_table_is_the_measured_one():
     assert report["tokens"]["svformer"]["tokens"][-1] == 858521600 and trained_most[-1] < 0  # "has not happened yet"
     arms, best, strong = (report["rates"][k] for k in ("arms", "best", "best_stronger"))
     loss = {arm: {s: x["val_mean"] for s, x in of["systems"].items()} for arm, of in arms.items()}
-    leads = [[-of[s]["difference"]["mean"] for s in report["tokens"]] for of in (best, strong)]
-    changes = {s: loss["1.2e-3_strong"][s] - loss["1.2e-3"][s] for s in best}
-    assert all(x["rate"].startswith("1.2e-3") and x["at_an_end"] for of in (best, strong) for x in of.values())
-    assert best["vanilla"]["rate"] == "1.2e-3_strong" and " ".join(loss) == "3e-4 6e-4 6e-4_strong 1.2e-3 1.2e-3_strong"
+    rates = rates_of_one_seed()
+    for arm, of in rates.items():
+        cells = [f"{of[s] - of['vanilla']:+.4f}" for s in report["tokens"]]
+        assert f"| {arm} | {of['vanilla']:.4f} | {' | '.join(cells)} |" in table
+    assert all(rates["3e-4"][s] > rates["6e-4"][s] > rates["1.2e-3"][s] for s in rates["6e-4"])  # "lower the higher it is"
+    lead = {arm: {s: of["vanilla"] - of[s] for s in report["tokens"]} for arm, of in rates.items()}
+    assert all(lead["1.2e-3"][s] > lead["6e-4"][s] for s in report["tokens"])  # "no lead smaller"
+    changes = {s: [rates[f"{r}_strong"][s] - rates[r][s] for r in ("6e-4", "1.2e-3")] for s in rates["6e-4"]}
+    assert max(map(abs, changes["sparse"])) < 0.004  # "hardly"
+    best, strong = ({s: x["difference"]["mean"] for s, x in report["rates"][k].items() if s != "vanilla"} for k in (
+        "best", "best_stronger"))
+    assert {s: x["rate"] for s, x in report["rates"]["best"].items()} == {
+        "vanilla": "1.2e-3_strong", "sparse": "1.2e-3_strong", "identity": "1.2e-3", "svformer": "1.2e-3"}
+    assert all(x["at_an_end"] for x in report["rates"]["best"].values())
     reach = records.reach(report["rates"]["noise"], 1)
-    assert [x > reach for x in leads[1]] == [False, True, False] and min(leads[0]) > reach
+    for arm in ("6e-4_strong", "1.2e-3_strong"):
+        assert [lead[arm][s] > reach for s in report["tokens"]] == [False, True, False]
+    assert strong == pytest.approx({s: -x for s, x in lead["1.2e-3_strong"].items()}, abs=1e-5)
     sd, said = report["ablations"]["noise"], " ".join(table.split())
     for words, numbers in (
             ("take vanilla from {1:.3f} to {0:.3f}", ends),
@@ -169,11 +199,14 @@ def test_family_table_is_the_measured_one():
              [x for pair in zip(large, small) for x in pair]),
             ("identity, sparse and SVFormer end at {:.3f}, {:.3f} and {:.3f} after 0.524B,", trained),
             ("at {:.3f}, {:.3f} and {:.3f} after 0.859B", trained_most),
-            ("identity is ahead by {:.3f}, sparse by {:.3f} and SVFormer by {:.3f}", leads[0]),
-            ("identity's lead is {:.3f} and SVFormer's {:.3f}, within the noise, and sparse's {:.3f}",
-             [leads[1][i] for i in (0, 2, 1)]),
-            ("vanilla ends {:.3f} lower with them, identity {:.3f} and SVFormer {:.3f} higher",
-             [-changes["vanilla"], changes["identity"], changes["svformer"]]),
+            ("identity is ahead by {:.3f}, sparse by {:.3f} and SVFormer by {:.3f}", [-best[s] for s in report["tokens"]]),
+            ("lower vanilla's loss by {:.3f} and {:.3f} and hardly", [-x for x in changes["vanilla"]]),
+            ("raise identity's and SVFormer's by {:.3f} to {:.3f}:",
+             sorted([*changes["identity"], *changes["svformer"]])[::3]),
+            ("within the noise ({:.2f} for one seed, measured at 6e-4)", [reach]),
+            ("were {:.3f} to {:.3f} lower after 0.131B tokens and {:.3f} to {:.3f} lower after 0.262B", [
+                pick(curve.hurried(s, tokens)["mean"] for s in rates["6e-4"]) for tokens in (131072000, 262144000)
+                for pick in (min, max)]),
             ("has a standard deviation of {:.3f} (after 0.131B), so that one of one seed counts from {:.2f} on",
              [sd["std"], records.reach(sd, 1)])):
         assert words.format(*numbers) in said, words
@@ -374,6 +407,7 @@ def test_copied_runs_are_equal():
             name = os.path.relpath(path, copies)
             with open(path, "rb") as one, open(os.path.join(ablations, name), "rb") as other:
                 assert one.read() == other.read(), path
+        assert sorted(os.listdir(copies)) == ["identity", "sparse", "svformer", "vanilla"]
         for system in os.listdir(copies):
             assert os.listdir(os.path.join(copies, system)) and sorted(os.listdir(os.path.join(copies, system))) == sorted(
                 os.listdir(os.path.join(ablations, system)))

@@ -753,6 +753,33 @@ def test_rates(make):
     assert "may lie outside: vanilla." in text and list(content["rates"]["arms"]) == ["0.0003", "0.0006", "0.0012"]
     assert verdicts(content)["the gain is there at each one's best learning rate"] == "holds partly"  # not sparse's
     assert "vanilla's best is at an end of its rates" in text  # whatever the verdict
+    assert "difference to vanilla in rates/ has" in text and ", within the noise" not in text
+    write_pool(make.root / "rates/0.0006_other", {"identity": 0.1}, seeds=(1337,), base=5, learning_rate=6e-4, min_lr=6e-5)
+    _, text, _, _ = make()  # the noise is that of the arms with several seeds
+    assert "difference to vanilla in rates/0.0003/, rates/0.0006/, rates/0.0012/ has" in text
+
+
+def test_a_best_above_vanillas_is_not_seen_also_at_an_end(make):
+    for rate, base in ((3e-4, 4.2), (6e-4, 4.1), (1.2e-3, 4.0)):
+        write_pool(make.root / "rates" / f"{rate:g}", {"identity": 0.05, "sparse": 0.001}, base=base,
+                   learning_rate=rate, min_lr=rate / 10)
+    content, text, _, _ = make()
+    claim = "the gain is there at each one's best learning rate"
+    assert verdicts(content)[claim] == "not seen" and "vanilla's best is at an end of its rates" in text
+    assert re.search(r"sparse: [^;]*, within the noise;", text) and not re.search(r"identity: [^;]*, within the noise", text)
+
+
+def test_a_systems_rates_have_one_colour(make, monkeypatch):
+    """Those over a stronger baseline are broken lines in the system's own."""
+    panels = {}
+    monkeypatch.setattr(report.plot, "draw", lambda path, found, *_: panels.update({os.path.basename(path): found}))
+    for rate in (3e-4, 6e-4):
+        for name, options in (("", {}), ("_strong", dict(qk_norm=True, scaled_init=True))):
+            write_pool(make.root / f"rates/{rate:g}{name}", {"identity": -0.1}, learning_rate=rate, min_lr=rate / 10, **options)
+    make()
+    panel, = panels["report_rates.png"]
+    strong = {f"{system}, qk_norm, scaled_init": system for system in ("vanilla", "identity")}
+    assert panel["like"] == strong and panel["dashed"] == set(strong) and len(panel["series"]) == 4
 
 
 def test_a_best_needs_vanillas_rates_and_no_end(make):
