@@ -666,21 +666,23 @@ def rates(records):
             best[system] = {"rate": arm, "val_mean": mean[arm], "at_an_end": arm in (like[0], like[-1]),
                             "difference": difference(of[arm], values.get("vanilla", {})) if system != "vanilla" else None}
         return best
-    strong = [arm for arm in arms if stronger[arm]]
-    best, best_stronger = best_of(arms) if arms else {}, best_of(strong) if strong else {}
+    strong, plain = ([arm for arm in arms if bool(stronger[arm]) == pick] for pick in (True, False))
+    best, best_stronger, best_plain = (best_of(some) if some else {} for some in (arms, strong, plain if strong else ()))
     return compared(
         records, "rates", "Learning rates", "peak", {"best": lambda arm, s, x: "best" * (best.get(s, {}).get("rate") == arm)},
         [*(f"The best of each against vanilla's best{where}: " + "; ".join(
             f"{s} {spread(b['difference'])} (at {b['rate']}, vanilla at {of['vanilla']['rate']})"
             for s, b in of.items() if b["difference"]) + "." if any(b["difference"] for b in of.values()) else
            f"No best{where} is paired with vanilla's." for of, where in (
-            (best, ""), (best_stronger, f", over a stronger baseline ({', '.join(STRONGER)})")) if of or not where),
+            (best, ""), (best_plain, ", of those without options that make it stronger"),
+            (best_stronger, f", over a stronger baseline ({', '.join(STRONGER)})")) if of or not where),
          *["At an end of its rates, so that the true best may lie outside: " + ", ".join(
              s for s, b in best.items() if b["at_an_end"]) + "."] * any(b["at_an_end"] for b in best.values()),
          "The best and the picture have only the seeds that a system has at all rates."],
         [dict(series=series, like=like, dashed=set(like), marks=True, x="peak learning rate",
               y="loss, mean over sources (nats per token)")],
-        "Does a system's lowest point lie below vanilla's?", {"best": best, "best_stronger": best_stronger})
+        "Does a system's lowest point lie below vanilla's?",
+        {"best": best, "best_plain": best_plain, "best_stronger": best_stronger})
 
 
 SECTIONS = {"family": family, "tokens": against_tokens, "saving": data_saving, "mechanism": mechanism, "sizes": sizes,

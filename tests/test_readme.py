@@ -114,20 +114,31 @@ def test_quickstart_table_is_the_measured_one():
     with open(os.path.join(REPO, "results", "quickstart", "report.json"), encoding="utf-8") as f:
         rates = json.load(f)["rates"]
     text = " ".join(README.partition("## What the quickstart shows")[2].partition("\n## ")[0].split())
-    best = {s: rates["best"][s] for s in ("vanilla", "resformer", "svformer")}
-    assert [x["rate"] for x in best.values()] == ["1e-3", "2e-3", "2e-3"]
-    assert list(rates["arms"]) == ["5e-4", "1e-3", "2e-3", "4e-3"]
-    told, seeds, same, ratios = [], [], [], []
+    best, strong = ([rates[key][s] for s in ("vanilla", "resformer", "svformer")] for key in ("best_plain", "best_stronger"))
+    assert [x["rate"] for x in best] == ["1e-3", "2e-3", "2e-3"]
+    assert [x["rate"] for x in strong] == ["1e-3_strong", "2e-3_strong", "2e-3_strong"] and best != rates["best"]
+    assert list(rates["arms"]) == "5e-4 1e-3 1e-3_strong 2e-3 2e-3_strong 4e-3 4e-3_strong".split()
+    gains = [a["val_mean"] - b["val_mean"] for a, b in zip(best, strong)]
+    assert max(gains) == gains[0] and min(gains) > 0  # "vanilla gains most"
+    assert all(a["difference"]["mean"] / b["difference"]["mean"] > 0.5 for a, b in zip(strong[1:], best[1:]))  # "over half"
+    assert all(x["difference"]["interval_95"][1] < 0 for x in strong[1:]) and strong[0]["at_an_end"]  # "beyond", "the lowest"
+
+    def ahead(x):
+        mean, (low, high) = x["difference"]["mean"], x["difference"]["interval_95"]
+        assert len(x["difference"]["seeds"]) == 3
+        return f"by {-mean:.3f} [{-high:.3f}, {-low:.3f}]"
+    seeds, same, ratios = [], [], []
     for system in ("resformer", "svformer"):
-        d, mine = best[system]["difference"], rates["arms"]["1e-3"]["systems"][system]["difference"]
-        assert len(d["seeds"]) == 3 and mine["seeds"] == pytest.approx({
+        mine = rates["arms"]["1e-3"]["systems"][system]["difference"]
+        assert mine["seeds"] == pytest.approx({
             seed: x["rel_val_loss"] for seed, x in summary[system]["seeds"].items()}, abs=1e-5)  # the table's runs again
-        told.append("by {:.3f} [{:.3f}, {:.3f}]".format(*(-x for x in (d["mean"], *reversed(d["interval_95"])))))
         seeds.append(", ".join(f"−{-x:.2f}" for x in mine["seeds"].values()))
         x = rates["arms"]["2e-3"]["systems"][system]["difference"]
         same.append("−{:.2f} [{:+.2f}, {:+.2f}]".format(-x["mean"], *x["interval_95"]).replace("[-", "[−").replace(" -", " −"))
         ratios.append(round(mine["mean"] / -0.027))
-    assert "ResFormer is ahead {} and SVFormer {} (three".format(*told) in text and ratios == [3, 5]
+    assert "ResFormer is ahead {} and SVFormer {} (three".format(*map(ahead, best[1:])) in text and ratios[0] == 3
+    assert "ahead {} and SVFormer {} (vanilla at 1e-3, the lowest tried, the others at 2e-3)".format(
+        *map(ahead, strong[1:])) in text
     assert "(ResFormer {}; SVFormer {})".format(*seeds) in text
     at = [train.read_log(os.path.join(REPO, f"results/quickstart/rates/{rate}/vanilla/seed{seed}"))[1][300]["val_loss"]
           for rate in ("2e-3", "1e-3") for seed in (1337, 1338, 1339)]

@@ -810,6 +810,9 @@ def test_a_stronger_baseline_is_among_the_best(make):
         "vanilla": ("0.001_strong", False), "identity": ("0.001", False)}
     assert best["identity"]["difference"]["mean"] == pytest.approx(3.96 + NOISE[1337] - 3.95)
     assert list(content["rates"]["arms"])[:2] == ["0.0005", "0.0005_strong"] and "at 0.001, vanilla at 0.001_strong" in text
+    plain = content["rates"]["best_plain"]
+    assert {s: (b["rate"], b["at_an_end"]) for s, b in plain.items()} == dict.fromkeys(plain, ("0.001", False))
+    assert plain["identity"]["difference"]["mean"] == pytest.approx(-0.04 + NOISE[1337])
     strong = content["rates"]["best_stronger"]
     assert {s: b["rate"] for s, b in strong.items()} == {"vanilla": "0.001_strong", "identity": "0.001_strong"}
     assert strong["identity"]["difference"]["mean"] == pytest.approx(-0.04 + 0.075 + NOISE[1337])
@@ -911,6 +914,7 @@ def test_a_list_alone_has_its_section_and_misses_nothing(make):
         write_pool(make.root / "rates" / f"{rate:g}", {"mine": -0.1 * (rate == 2e-3)}, learning_rate=rate, min_lr=rate / 10)
     content, text, _, _ = make()
     assert content["left_out"] == [] and "| 0.002 | mine |" in text and "None of them was measured here." in text
+    assert content["rates"]["best_plain"] == content["rates"]["best_stronger"] == {}  # they would say the same
     assert content["rates"]["best"]["mine"]["rate"] == "0.002" and "\n| --- |" not in text.partition("## Learning rates")[0]
 
 
