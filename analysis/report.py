@@ -640,7 +640,7 @@ def rates(records):
         records.skip(f"rates/{arm}", "compared with no other rate: its data, length, budget or schedule are not those of most")
     arms = {arm: pool for arm, pool in pools.items() if str(settings[arm]) == usual and pool.at("vanilla", pool.tokens)}
     stronger = {arm: "".join(f", {k}" for k in STRONGER if getattr(pool.runs()[0].shape, k)) for arm, pool in arms.items()}
-    losses, series, like = {}, {}, {}
+    losses, series, broken = {}, {}, {}  # broken: lines of a stronger baseline, in the system's colour
     for system in dict.fromkeys(s for pool in arms.values() for s in pool.systems(pool.tokens)):
         of = {arm: {seed: x for seed, p in pool.at(system, pool.tokens).items() if (x := p.end["val_mean"]) is not None}
               for arm, pool in arms.items()}
@@ -651,7 +651,7 @@ def rates(records):
         losses[system] = {arm: {seed: of[arm][seed] for seed in seeds} for arm in arms}
         for arm in arms:
             (xs, ys), = series.setdefault(name := system + stronger[arm], [([], [])])
-            like |= {name: system} if name != system else {}
+            broken |= {name: system} if name != system else {}
             xs.append(f"{arms[arm].runs()[0].config['learning_rate']:g}")
             ys.append(statistics.fmean(losses[system][arm].values()))
 
@@ -679,7 +679,7 @@ def rates(records):
          *["At an end of its rates, so that the true best may lie outside: " + ", ".join(
              s for s, b in best.items() if b["at_an_end"]) + "."] * any(b["at_an_end"] for b in best.values()),
          "The best and the picture have only the seeds that a system has at all rates."],
-        [dict(series=series, like=like, dashed=set(like), marks=True, x="peak learning rate",
+        [dict(series=series, like=broken, dashed=set(broken), marks=True, x="peak learning rate",
               y="loss, mean over sources (nats per token)")],
         "Does a system's lowest point lie below vanilla's?",
         {"best": best, "best_plain": best_plain, "best_stronger": best_stronger})

@@ -116,7 +116,7 @@ def test_quickstart_table_is_the_measured_one():
     text = " ".join(README.partition("## What the quickstart shows")[2].partition("\n## ")[0].split())
     best, strong = ([rates[key][s] for s in ("vanilla", "resformer", "svformer")] for key in ("best_plain", "best_stronger"))
     assert [x["rate"] for x in best] == ["1e-3", "2e-3", "2e-3"]
-    assert [x["rate"] for x in strong] == ["1e-3_strong", "2e-3_strong", "2e-3_strong"] and best != rates["best"]
+    assert [x["rate"] for x in strong] == ["1e-3_strong", "2e-3_strong", "2e-3_strong"]
     assert list(rates["arms"]) == "5e-4 1e-3 1e-3_strong 2e-3 2e-3_strong 4e-3 4e-3_strong".split()
     gains = [a["val_mean"] - b["val_mean"] for a, b in zip(best, strong)]
     assert max(gains) == gains[0] and min(gains) > 0  # "vanilla gains most"
@@ -229,8 +229,6 @@ def test_family_table_is_the_measured_one():
     trained = [curve.relative(s, 524288000)[1][0, -1] for s in report["tokens"]]
     trained_most = [curve.relative(s, 858521600)[1][0, -1] for s in report["tokens"]]
     assert report["tokens"]["svformer"]["tokens"][-1] == 858521600 and trained_most[-1] < 0  # "has not happened yet"
-    arms, best, strong = (report["rates"][k] for k in ("arms", "best", "best_stronger"))
-    loss = {arm: {s: x["val_mean"] for s, x in of["systems"].items()} for arm, of in arms.items()}
     sd, said = report["ablations"]["noise"], " ".join(table.split())
     for words, numbers in (
             ("take vanilla from {1:.3f} to {0:.3f}", ends),
