@@ -511,8 +511,7 @@ def compared(records, folder, title, arm="", more=None, notes=(), panels=(), cap
                   pairs(x["seeds"], x["difference"]), *(cell(name, system, x) for cell in (more or {}).values())]
                  for system, x in of["systems"].items()]
     sd = noise(x["difference"] for of in arms.values() for x in of["systems"].values())
-    several = [name for name, of in arms.items() if any(
-        len(x["difference"]["seeds"]) > 1 for x in of["systems"].values() if x["difference"])]
+    several = [name for name, of in arms.items() if noise(x["difference"] for x in of["systems"].values())]
     where = f"{folder}/" if len(several) == len(arms) else ", ".join(f"{folder}/{name}/" for name in several)
     return Section(
         title, origin(f"{folder}/", [run for pool in pools.values() for run in pool.runs()]),
@@ -651,7 +650,8 @@ def rates(records):
         losses[system] = {arm: {seed: of[arm][seed] for seed in seeds} for arm in arms}
         for arm in arms:
             (xs, ys), = series.setdefault(name := system + stronger[arm], [([], [])])
-            broken |= {name: system} if name != system else {}
+            if stronger[arm]:
+                broken[name] = system
             xs.append(f"{arms[arm].runs()[0].config['learning_rate']:g}")
             ys.append(statistics.fmean(losses[system][arm].values()))
 

@@ -128,7 +128,7 @@ def test_quickstart_table_is_the_measured_one():
         mean, (low, high) = x["difference"]["mean"], x["difference"]["interval_95"]
         assert len(x["difference"]["seeds"]) == 3
         return f"by {-mean:.3f} [{-high:.3f}, {-low:.3f}]"
-    seeds, same, ratios = [], [], []
+    seeds, same = [], []
     for system in ("resformer", "svformer"):
         mine = rates["arms"]["1e-3"]["systems"][system]["difference"]
         assert mine["seeds"] == pytest.approx({
@@ -136,10 +136,9 @@ def test_quickstart_table_is_the_measured_one():
         seeds.append(", ".join(f"−{-x:.2f}" for x in mine["seeds"].values()))
         x = rates["arms"]["2e-3"]["systems"][system]["difference"]
         same.append("−{:.2f} [{:+.2f}, {:+.2f}]".format(-x["mean"], *x["interval_95"]).replace("[-", "[−").replace(" -", " −"))
-        ratios.append(round(mine["mean"] / -0.027))
-    assert "ResFormer is ahead {} and SVFormer {} (three".format(*map(ahead, best[1:])) in text and ratios[0] == 3
-    assert "ahead {} and SVFormer {} (vanilla at 1e-3, the others at 2e-3)".format(
-        *map(ahead, strong[1:])) in text
+    assert "ResFormer is ahead {} and SVFormer {} (three".format(*map(ahead, best[1:])) in text
+    assert round(rates["arms"]["1e-3"]["systems"]["resformer"]["difference"]["mean"] / -0.027) == 3  # "three times the paper's"
+    assert "ahead {} and SVFormer {} (vanilla at 1e-3, the others at 2e-3)".format(*map(ahead, strong[1:])) in text
     assert "(ResFormer {}; SVFormer {})".format(*seeds) in text
     at = [train.read_log(os.path.join(REPO, f"results/quickstart/rates/{rate}/vanilla/seed{seed}"))[1][300]["val_loss"]
           for rate in ("2e-3", "1e-3") for seed in (1337, 1338, 1339)]
