@@ -641,14 +641,16 @@ def rates(records):
     stronger = {arm: "".join(f", {k}" for k in STRONGER if getattr(pool.runs()[0].shape, k)) for arm, pool in arms.items()}
     losses, series, broken = {}, {}, {}  # broken: lines of a stronger baseline, in the system's colour
     for system in dict.fromkeys(s for pool in arms.values() for s in pool.systems(pool.tokens)):
-        of = {arm: {seed: x for seed, p in pool.at(system, pool.tokens).items() if (x := p.end["val_mean"]) is not None}
-              for arm, pool in arms.items()}
-        seeds = set.intersection(*map(set, of.values()))  # the same everywhere
+        of = {arm: known for arm, pool in arms.items() if (known := {
+            seed: x for seed, p in pool.at(system, pool.tokens).items() if (x := p.end["val_mean"]) is not None})}
+        seeds = set.intersection(*map(set, of.values())) if of else set()  # the same everywhere
         if not seeds:
-            records.skip(f"rates/*/{system}", f"no best: at no seed a run in each of {', '.join(arms)}, where vanilla has one")
+            records.skip(f"rates/*/{system}", f"no best: at no seed a run in each of {', '.join(of) or 'the rates'}")
             continue
-        losses[system] = {arm: {seed: of[arm][seed] for seed in seeds} for arm in arms}
-        for arm in arms:
+        for arm in [arm for arm in arms if arm not in of]:  # a rate less can only make its best higher
+            records.skip(f"rates/{arm}/{system}", "no run where vanilla has one: its best is that of its other rates")
+        losses[system] = {arm: {seed: of[arm][seed] for seed in seeds} for arm in of}
+        for arm in of:
             (xs, ys), = series.setdefault(name := system + stronger[arm], [([], [])])
             if stronger[arm]:
                 broken[name] = system
@@ -659,9 +661,10 @@ def rates(records):
         """{system: its best of these arms, and the difference to vanilla's best}."""
         best, values = {}, {}
         for system, of in losses.items():
-            mean = {arm: statistics.fmean(of[arm].values()) for arm in some}
+            if not (mean := {arm: statistics.fmean(of[arm].values()) for arm in some if arm in of}):
+                continue
             arm = min(mean, key=mean.get)
-            like = [a for a in some if stronger[a] == stronger[arm]]
+            like = [a for a in mean if stronger[a] == stronger[arm]]
             values[system] = of[arm]
             best[system] = {"rate": arm, "val_mean": mean[arm], "at_an_end": arm in (like[0], like[-1]),
                             "difference": difference(of[arm], values.get("vanilla", {})) if system != "vanilla" else None}
@@ -678,7 +681,7 @@ def rates(records):
             (best_stronger, f", over a stronger baseline ({', '.join(STRONGER)})")) if of or not where),
          *["At an end of its rates, so that the true best may lie outside: " + ", ".join(
              s for s, b in best.items() if b["at_an_end"]) + "."] * any(b["at_an_end"] for b in best.values()),
-         "The best and the picture have only the seeds that a system has at all rates."],
+         "The best and the picture have only the seeds that a system has at all of its rates."],
         [dict(series=series, like=broken, dashed=set(broken), marks=True, x="peak learning rate",
               y="loss, mean over sources (nats per token)")],
         "Does a system's lowest point lie below vanilla's?",

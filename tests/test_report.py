@@ -790,8 +790,19 @@ def test_a_best_needs_vanillas_rates_and_no_end(make):
     content, text, _, _ = make()
     assert verdicts(content)[claim] == "holds partly" and "vanilla's best is at an end of its rates" in text
     shutil.rmtree(make.root / "rates/0.0003/sparse")
+    before = content["rates"]["best"]["sparse"]
+    content, _, _, err = make()  # the rates that it has may say less for it, never more
+    assert content["rates"]["best"]["sparse"] == before and "rates/0.0003/sparse: no run where vanilla has one" in err
+    shutil.rmtree(make.root / "rates/0.0012/sparse")
+    content, text, _, err = make()
+    best = content["rates"]["best"]["sparse"]
+    assert (best["rate"], best["at_an_end"]) == ("0.0006", True) and best["difference"]["seeds"]["1337"] == pytest.approx(
+        4.0 - 0.1 + NOISE[1337] - 3.9) and "rates/0.0012/sparse: no run" in err and "at 0.0006, vanilla at 0.0012" in text
+    write_pool(make.root / "rates/0.0003", {"sparse": -0.1}, seeds=(1339,), base=4.2, learning_rate=3e-4, min_lr=3e-5)
+    shutil.rmtree(make.root / "rates/0.0003/vanilla/seed1339")
     content, _, _, err = make()
-    assert "rates/*/sparse: no best" in err and set(content["rates"]["best"]) == {"vanilla", "identity"}
+    assert "rates/*/sparse: no best: at no seed a run in each of 0.0003, 0.0006" in err
+    assert set(content["rates"]["best"]) == {"vanilla", "identity"}
     for seed in (1337, 1338):
         shutil.rmtree(make.root / f"rates/0.0012/vanilla/seed{seed}")
     content, _, _, _ = make()  # a rate that vanilla has not is none of anyone's
