@@ -335,22 +335,27 @@ def better_if_slower(records, _):
 
 
 def at_best_rates(key, *systems):
-    """Each system's best over the arms of report.rates' key against vanilla's; partly where vanilla's may be better yet."""
+    """
+    Each system's best over the arms of report.rates' key against vanilla's; partly where vanilla's may be better yet, or where
+    the system was not run at all of them.
+    """
     def check(records, numbers):
         best = numbers.get("rates", {}).get(key, {})
-        found = {s: best[s]["difference"] if s in best else None for s in systems}
+        known = {s: best[s] for s in systems if s in best}
+        found = {s: known[s]["difference"] if s in known else None for s in systems}
         pools = list(records.pools["rates"].values())
         budget, sd = (pools[0].said(), records.noise_for(pools[0])) if pools else ("", None)
         each = {s: verdict(d, -1, sd) for s, d in found.items()}
-        cells = [f"{s}: {described(d, budget)}, {best[s]['rate']} against vanilla's {best['vanilla']['rate']}"
+        cells = [f"{s}: {described(d, budget)}, {best[s]['rate']} against vanilla's {best[s]['vanilla']['rate']}"
+                 + f", not run at {', '.join(best[s]['lacks'])}" * bool(best[s]["lacks"])
                  + ", within the noise" * (sd is not None and each[s] == NOT_TESTABLE) if d else f"{s}: no paired runs"
                  for s, d in found.items()]
         v = together(list(each.values()))
-        if not any(found.values()):
+        if not known:
             return "", v
-        if best["vanilla"]["at_an_end"]:
-            return "; ".join([*cells, "vanilla's best is at an end of its rates"]), PARTLY if v == HOLDS else v
-        return "; ".join(cells), v
+        at_an_end = any(b["vanilla"]["at_an_end"] for b in known.values())
+        cells += ["vanilla's best is at an end of its rates"] * at_an_end
+        return "; ".join(cells), PARTLY if v == HOLDS and (at_an_end or any(b["lacks"] for b in known.values())) else v
     return check
 
 

@@ -154,7 +154,7 @@ def family(records):
     sd = records.noise()
     notes = [f"Losses in nats per token, means over seeds, {billions(tokens)} tokens. Differences: of the mean over sources, "
              "paired by seed, with the 95 % interval of Student's t over pairs where there are two or more; halfway: of the "
-             f"same runs at {billions(tokens // 2)} tokens, before the learning rate has decayed. The paper's are at 20B "
+             f"same runs at {billions(tokens // 2)} tokens, before most of the learning rate's decay. The paper's are at 20B "
              "tokens, all but identity's from summaries of its v5.", noise_said(sd)]
     notes += ["Differences to vanilla by source, as above:\n\n" + markdown(["system", *sources], [
         [s, *(spread(x) for x in systems[s]["difference_by_source"].values())] for s in known])] if known else \
@@ -579,8 +579,9 @@ def ablations(records):
     several = "budget" if set(pools) != {""} else ""
     return compared(
         records, "ablations", "Ablations", several, {"paper": lambda arm, s, x: number(PAPER_ABLATIONS.get(s), "+.3f")},
-        ["The paper's differences are at 20B tokens, all but identity's from summaries of its v5. constant is λ1 = 2 and "
-         "lambda_5 is λ1 = 5, in all layers; sparse is λ1 = 5 in layers 6-8.",
+        ["The paper's differences are at 20B tokens, all but identity's from summaries of its v5. lambda_X is λ1 = X and "
+         "constant λ1 = 2, in all layers; layers_A-B is λ1 = 5 in these and sparse in 6-8. Differences of one seed and of "
+         "several stand in one order: by the seed that both have, neighbours may be the other way round.",
          *["These runs end above longer ones of tokens/ when those had seen as many tokens, before their decay ("
            + ", ".join(f"{s} {x:+.3f}" for s, x in late.items()) + "): a part of the differences is the short schedule's."]
          * bool(late)], panels, "Below zero: ahead of vanilla")
@@ -639,16 +640,18 @@ def rates(records):
         records.skip(f"rates/{arm}", "compared with no other rate: its data, length, budget or schedule are not those of most")
     arms = {arm: pool for arm, pool in pools.items() if str(settings[arm]) == usual and pool.at("vanilla", pool.tokens)}
     stronger = {arm: "".join(f", {k}" for k in STRONGER if getattr(pool.runs()[0].shape, k)) for arm, pool in arms.items()}
-    losses, series, broken = {}, {}, {}  # broken: lines of a stronger baseline, in the system's colour
+    losses, series, broken = {}, {}, {}  # {system: {arm: {seed: loss}}}; broken: lines of a stronger baseline, in its colour
     for system in dict.fromkeys(s for pool in arms.values() for s in pool.systems(pool.tokens)):
         of = {arm: known for arm, pool in arms.items() if (known := {
             seed: x for seed, p in pool.at(system, pool.tokens).items() if (x := p.end["val_mean"]) is not None})}
-        seeds = set.intersection(*map(set, of.values())) if of else set()  # the same everywhere
+        every = [*of.values(), *losses.get("vanilla", of).values()]  # vanilla comes first
+        seeds = set.intersection(*map(set, every)) if of else set()
         if not seeds:
-            records.skip(f"rates/*/{system}", f"no best: at no seed a run in each of {', '.join(of) or 'the rates'}")
+            records.skip(f"rates/*/{system}", f"no best: at no seed a run in each of {', '.join(of) or 'the rates'}, and "
+                         f"vanilla's in each of {', '.join(arms)}")
             continue
-        for arm in [arm for arm in arms if arm not in of]:  # a rate less can only make its best higher
-            records.skip(f"rates/{arm}/{system}", "no run where vanilla has one: its best is that of its other rates")
+        for arm in [arm for arm in arms if arm not in of]:
+            records.skip(f"rates/{arm}/{system}", "no usable run where vanilla has one: its best is that of its other rates")
         losses[system] = {arm: {seed: of[arm][seed] for seed in seeds} for arm in of}
         for arm in of:
             (xs, ys), = series.setdefault(name := system + stronger[arm], [([], [])])
@@ -657,31 +660,42 @@ def rates(records):
             xs.append(f"{arms[arm].runs()[0].config['learning_rate']:g}")
             ys.append(statistics.fmean(losses[system][arm].values()))
 
+    def lowest(of, some, seeds):
+        """{"rate", "val_mean", "at_an_end"} of the arm of some with the lowest mean over seeds; None without one."""
+        mean = {arm: statistics.fmean(of[arm][seed] for seed in seeds) for arm in some if arm in of}
+        if not mean:
+            return None
+        arm = min(mean, key=mean.get)
+        like = [a for a in mean if stronger[a] == stronger[arm]]
+        return {"rate": arm, "val_mean": mean[arm], "at_an_end": arm in (like[0], like[-1])}
+
     def best_of(some):
-        """{system: its best of these arms, and the difference to vanilla's best}."""
-        best, values = {}, {}
+        """
+        {system: its lowest of these arms, and of others than vanilla: vanilla's over the same seeds, the difference to it, and
+        the arms that the system lacks}.
+        """
+        best, vanilla = {}, losses.get("vanilla", {})
         for system, of in losses.items():
-            if not (mean := {arm: statistics.fmean(of[arm].values()) for arm in some if arm in of}):
-                continue
-            arm = min(mean, key=mean.get)
-            like = [a for a in mean if stronger[a] == stronger[arm]]
-            values[system] = of[arm]
-            best[system] = {"rate": arm, "val_mean": mean[arm], "at_an_end": arm in (like[0], like[-1]),
-                            "difference": difference(of[arm], values.get("vanilla", {})) if system != "vanilla" else None}
+            seeds = next(iter(of.values())).keys()
+            if (own := lowest(of, some, seeds)) and (base := lowest(vanilla, some, seeds)):
+                best[system] = own if system == "vanilla" else {
+                    **own, "vanilla": base, "lacks": [arm for arm in some if arm not in of],
+                    "difference": difference(of[own["rate"]], {s: vanilla[base["rate"]][s] for s in seeds})}
         return best
     strong, plain = ([arm for arm in arms if bool(stronger[arm]) == pick] for pick in (True, False))
     best, best_stronger, best_plain = (best_of(some) if some else {} for some in (arms, strong, plain if strong else ()))
     return compared(
         records, "rates", "Learning rates", "peak", {"best": lambda arm, s, x: "best" * (best.get(s, {}).get("rate") == arm)},
         [*(f"The best of each against vanilla's best{where}: " + "; ".join(
-            f"{s} {spread(b['difference'])} (at {b['rate']}, vanilla at {of['vanilla']['rate']})"
-            for s, b in of.items() if b["difference"]) + "." if any(b["difference"] for b in of.values()) else
+            f"{s} {spread(b['difference'])} (at {b['rate']}, vanilla at {b['vanilla']['rate']}"
+            + f"; not run at {', '.join(b['lacks'])}" * bool(b["lacks"]) + ")"
+            for s, b in of.items() if s != "vanilla") + "." if len(of) > 1 else
            f"No best{where} is paired with vanilla's." for of, where in (
             (best, ""), (best_plain, ", of those without options that make it stronger"),
             (best_stronger, f", over a stronger baseline ({', '.join(STRONGER)})")) if of or not where),
          *["At an end of its rates, so that the true best may lie outside: " + ", ".join(
              s for s, b in best.items() if b["at_an_end"]) + "."] * any(b["at_an_end"] for b in best.values()),
-         "The best and the picture have only the seeds that a system has at all of its rates."],
+         "The best and the picture have only the seeds that vanilla has at all rates and the system at all of its own."],
         [dict(series=series, like=broken, dashed=set(broken), marks=True, x="peak learning rate",
               y="loss, mean over sources (nats per token)")],
         "Does a system's lowest point lie below vanilla's?",

@@ -791,22 +791,46 @@ def test_a_best_needs_vanillas_rates_and_no_end(make):
     assert verdicts(content)[claim] == "holds partly" and "vanilla's best is at an end of its rates" in text
     shutil.rmtree(make.root / "rates/0.0003/sparse")
     before = content["rates"]["best"]["sparse"]
-    content, _, _, err = make()  # the rates that it has may say less for it, never more
-    assert content["rates"]["best"]["sparse"] == before and "rates/0.0003/sparse: no run where vanilla has one" in err
+    content, _, _, err = make()
+    assert content["rates"]["best"]["sparse"] == {**before, "lacks": ["0.0003"]}
+    assert "rates/0.0003/sparse: no usable run where vanilla has one" in err
     shutil.rmtree(make.root / "rates/0.0012/sparse")
     content, text, _, err = make()
     best = content["rates"]["best"]["sparse"]
     assert (best["rate"], best["at_an_end"]) == ("0.0006", True) and best["difference"]["seeds"]["1337"] == pytest.approx(
-        4.0 - 0.1 + NOISE[1337] - 3.9) and "rates/0.0012/sparse: no run" in err and "at 0.0006, vanilla at 0.0012" in text
+        4.0 - 0.1 + NOISE[1337] - 3.9) and "at 0.0006, vanilla at 0.0012; not run at 0.0003, 0.0012)" in text
     write_pool(make.root / "rates/0.0003", {"sparse": -0.1}, seeds=(1339,), base=4.2, learning_rate=3e-4, min_lr=3e-5)
     shutil.rmtree(make.root / "rates/0.0003/vanilla/seed1339")
     content, _, _, err = make()
-    assert "rates/*/sparse: no best: at no seed a run in each of 0.0003, 0.0006" in err
+    assert "rates/*/sparse: no best: at no seed a run in each of 0.0003, 0.0006, and vanilla's in each of 0.0003, 0" in err
     assert set(content["rates"]["best"]) == {"vanilla", "identity"}
     for seed in (1337, 1338):
         shutil.rmtree(make.root / f"rates/0.0012/vanilla/seed{seed}")
     content, _, _, _ = make()  # a rate that vanilla has not is none of anyone's
     assert {s: b["rate"] for s, b in content["rates"]["best"].items()} == {"vanilla": "0.0006", "identity": "0.0006"}
+
+
+def test_a_rate_that_a_system_lacks_never_makes_its_claim_hold(make):
+    """Without its poor run of one seed it would have two, and an interval."""
+    for rate, base in ((3e-4, 4.2), (6e-4, 4.0), (1.2e-3, 4.1)):
+        write_pool(make.root / f"rates/{rate:g}", {"identity": -0.1, "sparse": -0.1}, base=base, learning_rate=rate,
+                   min_lr=rate / 10)
+    claim = "the gain is there at each one's best learning rate"
+    assert verdicts(make()[0])[claim] == "holds"
+    shutil.rmtree(make.root / "rates/0.0012/sparse")
+    content, text, _, _ = make()
+    assert verdicts(content)[claim] == "holds partly" and content["rates"]["best"]["sparse"]["difference"]["interval_95"][1] < 0
+    assert "0.0006 against vanilla's 0.0006, not run at 0.0012" in text
+
+
+def test_vanillas_best_is_that_of_the_systems_seeds(make):
+    for rate, first, second in ((6e-4, 4.0, 4.2), (1.2e-3, 4.15, 4.0)):
+        for seed, base in ((1337, first), (1338, second)):
+            systems = {"identity": 0.05} if (rate, seed) == (6e-4, 1337) else {}
+            write_pool(make.root / f"rates/{rate:g}", systems, seeds=(seed,), base=base, learning_rate=rate, min_lr=rate / 10)
+    best = make()[0]["rates"]["best"]
+    assert best["vanilla"]["rate"] == "0.0012" and best["identity"]["vanilla"]["rate"] == "0.0006"  # of both seeds, of 1337
+    assert best["identity"]["difference"]["seeds"] == pytest.approx({"1337": 0.05})
 
 
 def test_a_stronger_baseline_is_among_the_best(make):
