@@ -4,7 +4,7 @@ An overlay: what the value residual is not, in the paper's ablations at 0.13B to
 
     python train.py config/82M.py config/ablations.py --data=slimpajama --seeds=1337
 
-Cost on an H200: 27 runs of 2 minutes and half a minute to start (cross_layer 4, attention_residual 5): 1.3 hours.
+Cost on an H200: 29 runs of 2 minutes and half a minute to start (cross_layer 4, attention_residual 5): 1.4 hours.
 A smaller batch_size needs as many more eval_iters, as attention_residual's here, so that all see the same validation text.
 """
 out_dir = "out/ablations"
@@ -32,6 +32,9 @@ runs = {
     "constant": {"value_residual": True, "value_mix": "constant"},
     "lambda_3": {"value_residual": True, "value_mix": "constant", "value_lambda1": 3.0},
     "lambda_5": {"value_residual": True, "value_mix": "constant", "value_lambda1": 5.0},
+    # V_n alone, as much larger as the sums of λ1 = 1 and 5: a control that the paper lacks
+    "values_x2": {"value_residual": True, "value_mix": "constant", "value_lambda1": 0.0, "value_lambda2": 2.0},
+    "values_x6": {"value_residual": True, "value_mix": "constant", "value_lambda1": 0.0, "value_lambda2": 6.0},
     # 5 V_1 + V_n in some layers; lambda_5 is 2-8
     "layers_2-4": {"value_residual": True, "value_mix": "constant", "value_layers": "2-4", "value_lambda1": 5.0},
     "layers_4-5": {"value_residual": True, "value_mix": "constant", "value_layers": "4-5", "value_lambda1": 5.0},
