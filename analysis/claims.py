@@ -3,7 +3,7 @@ What reproduces: the paper's claims, each with the rule of its verdict. analysis
 
     holds                           the whole 95 % interval over two or more paired seeds has the paper's sign
     holds partly                    not so, but the mean has it, further from 0 than the noise between seeds reaches
-    not seen                        the mean has the other sign, as far from 0
+    not seen                        the whole interval or, as far from 0, the mean has the other sign
     not testable at this budget     within that noise, or it is not known; or the runs, or by nature the tokens, are missing
 
 The noise is that of paired differences, pooled over the systems of the same table; where these have one seed, of other runs of
@@ -41,8 +41,9 @@ def verdict(d, sign, sd=None):
     """Of a difference whose sign in the paper is known; sd: records.noise of such differences."""
     if d is None:
         return NOT_TESTABLE
-    if d["interval_95"] and min(sign * end for end in d["interval_95"]) > 0:
-        return HOLDS
+    for v, way in ((HOLDS, sign), (NOT_SEEN, -sign)):
+        if d["interval_95"] and min(way * end for end in d["interval_95"]) > 0:
+            return v
     if abs(d["mean"]) <= reach(sd, len(d["seeds"])):
         return NOT_TESTABLE
     return PARTLY if sign * d["mean"] > 0 else NOT_SEEN
@@ -160,12 +161,14 @@ def saves_data(system):
     """At the largest budget."""
     def check(records, numbers):
         facts = numbers.get("saving", {}).get(system, {})
-        known = [b for b in facts.get("budgets", ()) if b["saving"] is not None and not b["extrapolated"]]
-        if not known:
-            return "vanilla's loss lies between the system's at no two budgets" * bool(facts), NOT_TESTABLE
-        here, v = saved(known[-1], n := len(facts["seeds"]), len(facts["budgets"]))
-        here += f"; {len(facts['budgets'])} budgets up to {records.curve.said(known[-1]['tokens'])}, {seeded(n)}"
-        return (f"{here}; the shorter runs' schedule is too short", NOT_TESTABLE) if known[-1]["hurried"] else (here, v)
+        if not facts:
+            return "", NOT_TESTABLE
+        last = facts["budgets"][-1]
+        if last["saving"] is None or last["extrapolated"]:
+            return "vanilla's loss at the largest budget lies outside of the system's", NOT_TESTABLE
+        here, v = saved(last, n := len(facts["seeds"]), len(facts["budgets"]))
+        here += f"; {len(facts['budgets'])} budgets up to {records.curve.said(last['tokens'])}, {seeded(n)}"
+        return (f"{here}; the shorter runs' schedule is too short", NOT_TESTABLE) if last["hurried"] else (here, v)
     return check
 
 
@@ -206,10 +209,11 @@ def mechanism_differs(name, sign, unit, shown=lambda vanilla: 2, effect="", inte
     """
     def check(_, numbers):
         def one(facts, of):
-            whole = numbers["mechanism"]["uniform_first_importance"] if name == "first_importance" else 1
+            whole = facts["uniform_first_importance"] if name == "first_importance" else 1
             of = {s: {seed: x / whole for seed, x in values.items()} for s, values in of.items()}
             own, vanilla = of["identity"], of["vanilla"]
-            means, d = [statistics.fmean(x.values()) for x in (own, vanilla)], difference(own, vanilla)
+            d = difference(own, vanilla)
+            means = [statistics.fmean(x[seed] for seed in d["seeds"]) for x in (own, vanilla)]
             level = shown(means[1])
             over = facts["systems"][interval].get("identity", {}) if interval else {}
             over = next(iter(over.values())) if len(over) == 1 else None
@@ -247,7 +251,8 @@ def grows(weight):
     the layer where it is highest, in the mean.
     """
     def check(records, _):
-        found = {seed: {int(n): weight(of["1"], of[n]) for n, of in mix.items() if of[n]}  # λ2 = 0 has no ratio
+        found = {seed: {int(n): weight(sum(w for i, w in of.items() if i != n), of[n])
+                        for n, of in mix.items() if of[n]}  # λ2 = 0 has no ratio
                  for seed, p in records.at("learnable", records.tokens).items() if (mix := p.end.get("value_mix"))}
         found = {seed: of for seed, of in found.items() if len(of) > 1}
         slopes = {seed: statistics.linear_regression(list(of), list(of.values())).slope for seed, of in found.items()}
@@ -343,16 +348,16 @@ def at_best_rates(key, *systems):
         best = numbers.get("rates", {}).get(key, {})
         known = {s: best[s] for s in systems if s in best}
         found = {s: known[s]["difference"] if s in known else None for s in systems}
-        pools = list(records.pools["rates"].values())
-        budget, sd = (pools[0].said(), records.noise_for(pools[0])) if pools else ("", None)
+        if not known:
+            return "", NOT_TESTABLE
+        pool = records.pools["rates"][next(iter(known.values()))["rate"]]
+        budget, sd = pool.said(), records.noise_for(pool)
         each = {s: verdict(d, -1, sd) for s, d in found.items()}
         cells = [f"{s}: {described(d, budget)}, {best[s]['rate']} against vanilla's {best[s]['vanilla']['rate']}"
                  + f", not run at {', '.join(best[s]['lacks'])}" * bool(best[s]["lacks"])
                  + ", within the noise" * (sd is not None and each[s] == NOT_TESTABLE) if d else f"{s}: no paired runs"
                  for s, d in found.items()]
         v = together(list(each.values()))
-        if not known:
-            return "", v
         at_an_end = any(b["vanilla"]["at_an_end"] for b in known.values())
         cells += ["vanilla's best is at an end of its rates"] * at_an_end
         return "; ".join(cells), PARTLY if v == HOLDS and (at_an_end or any(b["lacks"] for b in known.values())) else v
@@ -366,8 +371,8 @@ def saves_parameters(system):
         found = sizes.get("at_largest", {}).get(system)
         if not found or found["saving"] is None or found["extrapolated"]:
             return "vanilla's loss lies between the system's at no two sizes" * bool(found), NOT_TESTABLE
-        here, v = saved(found, n := len(found["seeds"]), found["sizes"])
-        return f"{here}; {found['sizes']} sizes, {billions(sizes['tokens'])} tokens, {seeded(n)}", v
+        here, v = saved(found, found["seeds"], found["sizes"])
+        return f"{here}; {found['sizes']} sizes, {billions(sizes['tokens'])} tokens, {seeded(found['seeds'])}", v
     return check
 
 

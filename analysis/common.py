@@ -101,7 +101,7 @@ class Run:
             shape_of(config).check()
         except FileNotFoundError:
             raise UserError(f"{file} is missing; a run's folder has it beside log.jsonl: copy it, too") from None
-        except (OSError, ValueError, TypeError) as e:
+        except (OSError, ValueError, TypeError, AttributeError) as e:
             raise UserError(f"{file}: not written by train.py, or damaged ({e})") from None
         return config
 
@@ -161,7 +161,7 @@ def find_runs(paths):
             raise UserError(f"{path}: {problem}; expected a folder that train.py wrote to")
         order = {}
         if os.path.exists(os.path.join(path, "summary.json")):  # a list of runs: in its order, the baseline first
-            with contextlib.suppress(ValueError), open(os.path.join(path, "summary.json"), encoding="utf-8") as f:
+            with contextlib.suppress(ValueError, TypeError), open(os.path.join(path, "summary.json"), encoding="utf-8") as f:
                 order = {name: i for i, name in enumerate(json.load(f))}
             listed = True
         below.sort(key=lambda folder: order.get(os.path.relpath(folder, path).split(os.sep)[0], len(order)))
@@ -311,13 +311,13 @@ def skip(run, reason):
 def write(config, runs, name, head, rows, content, draw):
     """
     Print the table (a list of columns' names, and rows of cells), and write name.json with content and name.png with
-    draw(path) to out_dir, or beside the runs.
+    draw(path) to out_dir, or beside the runs, or without any to out/name.
     """
     if isinstance(config, ModelOptions):  # what was measured on
         options = {k: v for k, v in dataclasses.asdict(config).items() if k not in ("out_dir", "device")}
         content = {**content, "options": options}
     print(train.aligned(head, [[str(cell) for cell in row] for row in rows]))
-    folder = config.out_dir or (common_folder([r.path for r in runs]) if runs else ".")
+    folder = config.out_dir or (common_folder([r.path for r in runs]) if runs else os.path.join("out", name))
     os.makedirs(folder, exist_ok=True)
     path = os.path.join(folder, name)
     try:  # drawn before either is replaced, so that a failure leaves the old JSON beside the old picture

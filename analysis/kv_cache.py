@@ -8,7 +8,6 @@ The bytes are those of a KVCache that was allocated, not of a formula: distinct 
 CUDA. Decoding also needs the weights, which are subtracted from the memory, and some activations, which are not. The longest
 context is what the memory holds: a model itself takes block_size tokens at most.
 """
-import os
 import sys
 from dataclasses import dataclass
 from typing import Literal
@@ -102,8 +101,6 @@ def main():
     series = {f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}":
               [(lengths, [b * n / 1e9 for n in lengths])] for b, names in sorted(drawn.items(), reverse=True)}
     series[f"memory: {config.memory_gb:g} GB"] = [(lengths, [config.memory_gb] * len(lengths))]
-    if not runs and not config.out_dir:
-        config.out_dir = os.path.join("out", "kv_cache")
     common.write(
         config, runs, "kv_cache",
         ["system", f"KV bytes/token ({config.dtype})", "of vanilla", "weights (GB)",

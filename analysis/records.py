@@ -36,7 +36,7 @@ class Point:
 
 def checked(run):
     """The run's log. Raises UserError when it or config.json lacks a number that the report needs."""
-    common.needed(run, kv_bytes_per_token=int, eval_iters=int, **scaling.NEEDED)
+    common.needed(run, kv_bytes_per_token=int, eval_iters=int, warmup_iters=int, **scaling.NEEDED)
     wrong = [k for k in ("n_params", "kv_bytes_per_token", "tokens_per_iter") if run.config[k] <= 0]
     if not isinstance(run.config["comparable"].get("data"), str):
         wrong.append("data's fingerprint")

@@ -185,7 +185,7 @@ def whiskers(differences, title):
 
 def power_law(tokens, differences, reaches=None):
     """
-    (numbers, at) of |difference| = a D^-b, a straight line in logarithms; numbers: {"a", "b", "b_interval_95"}; at(D) returns
+    (numbers, at) of |difference| = a D^-b, a straight line in logarithms; numbers: {"b", "b_interval_95"}; at(D) returns
     (difference, low, high). Both intervals are 95 % ones, the wider of two: Student's t from the residuals (for at, of
     prediction), and what the noise between seeds makes of the line, where reaches says how far it takes each difference, by
     itself. None for fewer than three points, whose line has no residuals, or when the sign changes.
@@ -208,19 +208,21 @@ def power_law(tokens, differences, reaches=None):
         wide = half(1 / len(x) + (math.log(q) - np.log(x).mean()) * u / squares, 1.0)
         return middle, *sorted(middle * math.exp(min(way * wide, 700)) for way in (-1, 1))
     b, wide = -float(fit["b"]), half(u / squares)
-    return {"a": math.exp(fit["a"]), "b": b, "b_interval_95": [b - wide, b + wide]}, at
+    return {"b": b, "b_interval_95": [b - wide, b + wide]}, at
 
 
-def paired_throughout(pool, system):
+def paired_throughout(records, system):
     """
     {budget: {seed: (the system's Point, vanilla's)}} of the seeds that both have at every budget that both have: with others a
     curve would bend where another seed begins.
     """
-    found = {t: {seed: (p, base[seed]) for seed, p in pool.at(system, t).items() if seed in base}
-             for t in pool.budgets(system) if (base := pool.at("vanilla", t))}
-    known = [{seed for seed, pair in of.items() if None not in [p.end["val_mean"] for p in pair]} for of in found.values()]
-    seeds = set.intersection(*known) if known else ()
-    return {t: {seed: of[seed] for seed in sorted(seeds)} for t, of in found.items()} if seeds and system != "vanilla" else {}
+    found = {t: pairs for t in records.curve.budgets(system) if system != "vanilla" and (pairs := {
+        seed: (p, base[seed]) for base in [records.curve.at("vanilla", t)]
+        for seed, p in records.curve.at(system, t).items() if seed in base})}
+    seeds = set.intersection(*map(set, found.values())) if found else ()
+    if found and not seeds:
+        records.skip(f"tokens/*/{system}", f"in no curve: no seed with vanilla's at each of {', '.join(map(billions, found))}")
+    return {t: {seed: of[seed] for seed in sorted(seeds)} for t, of in found.items()} if seeds else {}
 
 
 def hurried(pool, system, tokens):
@@ -233,7 +235,7 @@ def against_tokens(records):
     pool, numbers, rows, bands, points, same, used = records.curve, {}, [], {}, {}, {}, []
     series = {"vanilla": [([], [])]}  # no line, but its colour: the others' are those of the picture of savings
     for system in pool.systems(None):
-        if len(paired := paired_throughout(pool, system)) < 2:
+        if len(paired := paired_throughout(records, system)) < 2:
             continue
         found = {t: difference(*({seed: pair[i].end["val_mean"] for seed, pair in of.items()} for i in (0, 1)))
                  for t, of in paired.items()}
@@ -315,7 +317,7 @@ def data_saving(records):
     """Tokens that a system needs for vanilla's final loss at each budget."""
     pool, numbers, rows, series, used, above, noises = records.curve, {}, [], {}, [], {}, []
     for system in pool.systems(None):
-        if len(paired := paired_throughout(pool, system)) < 2:
+        if len(paired := paired_throughout(records, system)) < 2:
             continue
         used += [p.run for of in paired.values() for pair in of.values() for p in pair if p.run not in used]
         sds = [records.noise_at(t, None) for t in paired]
@@ -328,10 +330,11 @@ def data_saving(records):
         numbers[system] = {"seeds": seeds, "budgets": [
             {"tokens": t, "loss": loss, **horizontal(budgets, own, t, loss, unpaired(sd, len(seeds)))}
             for t, loss, sd in zip(budgets, base, sds)]}
-        for b in numbers[system]["budgets"]:  # the budgets whose losses it is read off between
+        for b in numbers[system]["budgets"]:  # its own, and those whose losses it is read off between
             at = b["tokens"] * (1 - (b["saving"] or 0))
-            lower = max((t for t in budgets if t <= at), default=budgets[0])
-            b["hurried"] = bool(hurried(pool, system, lower))
+            beside = (b["tokens"], max((t for t in budgets if t <= at), default=budgets[0]),
+                      min((t for t in budgets if t >= at), default=budgets[-1]))
+            b["hurried"] = any(hurried(pool, system, t) for t in beside)
         rows += [[system, billions(b["tokens"]), number(b["loss"]),
                   scaling.percent(b["saving"]) + "*" * b["extrapolated"] + "†" * b["hurried"],
                   saving_interval(b).strip() or "-", len(seeds)] for b in numbers[system]["budgets"]]
@@ -372,9 +375,9 @@ def of_all(result):
 
 
 def slope_of_ratio(result):
-    """λ1 / λ2 of the learned weights: change per layer, by least squares."""
+    """λ1 / λ2 of the learned weights: change per layer, by least squares; None where fewer than two layers have it."""
     known = [(int(n), x["ratio"]) for n, x in result["layers"].items() if x["ratio"] is not None]
-    return float(np.polyfit(*zip(*known), 1)[0])
+    return float(np.polyfit(*zip(*known), 1)[0]) if len(known) > 1 else None
 
 
 MECHANISM = {  # {number: (analysis, column, number of one run's result, format)}; without a column: for claims only
@@ -393,7 +396,8 @@ MECHANISM = {  # {number: (analysis, column, number of one run's result, format)
     "mapping_layers": ("mapping", "", lambda r: [a - b for a, b in zip(r["approximation"], r["identity"])], ""),
     "mapping_previous": ("mapping", "", lambda r: [a - b for a, b in zip(r["approximation"], r["identity_previous"])], ""),
     "lastword": ("lastword", "last words right", lambda r: of_all(r)["accuracy"], ".3f"),
-    "lastword_interval": ("lastword", "", lambda r: of_all(r)["difference"]["accuracy_interval_95"], ""),
+    "lastword_interval": ("lastword", "", lambda r: of_all(r)["difference"]["accuracy_interval_95"] if "vanilla" in re.split(
+        r"[/\\]", r["against"]) else None, ""),
     "ratio_slope": ("lambdas", "λ1/λ2, change per layer", slope_of_ratio, "+.3f"),
     "eigenvalues": ("spectrum", "", lambda r: {x["layer"]: x["largest"] for x in r["layers"]}, ""),
 }
@@ -421,7 +425,7 @@ def mechanism(records):
     """
     compared = {p.run.name.replace(os.sep, "/"): p for pool in (records.curve, records) for of in pool.points.values()
                 for p in of.values()}
-    of_runs, uniform = {}, None  # {folder of runs: ({number: {system: {seed: value}}}, {run: Point})}
+    of_runs, uniform = {}, {}  # {folder of runs: ({number: {system: {seed: value}}}, {run: Point})}, {folder: importance}
     analyses = list(dict.fromkeys(of for of, *_ in MECHANISM.values()))
     expected = any(os.path.isdir(os.path.join(records.root, name)) for name in ("family", "tokens", "mechanism"))
     for analysis, name in ((a, name) for a in analyses
@@ -432,7 +436,7 @@ def mechanism(records):
         home = "family" if folder == f"{analysis}.json" or re.fullmatch(r"seed\d+", folder) else f"tokens/{folder}"
         try:
             if analysis == "concentration":
-                uniform = finite(content["uniform_first_importance"])
+                uniform[home] = finite(content["uniform_first_importance"])
             for run, result in content.get("models", content.get("runs", content)).items():
                 if "(random" in run:
                     continue
@@ -442,7 +446,7 @@ def mechanism(records):
                 values, points = of_runs.setdefault(home, ({name: {} for name in MECHANISM}, {}))
                 system = os.path.basename(p.run.system) + " mixed" * run.endswith(" mixed")
                 found = {column: finite(value(result)) for column, (of, _, value, _) in MECHANISM.items() if of == analysis}
-                for column, value in found.items():  # all or none
+                for column, value in ((c, x) for c, x in found.items() if x is not None):  # all or none
                     values[column].setdefault(system, {})[p.run.config["seed"]] = value
                 points[p.run.name] = p
         except (KeyError, TypeError, AttributeError, ValueError, ArithmeticError, StopIteration) as e:
@@ -453,23 +457,25 @@ def mechanism(records):
         pool = records if home == "family" else records.curve
         budget = {p.run.config["tokens_per_iter"] * p.run.config["max_iters"] for p in points.values()}
         numbers[home] = {"budget": " and ".join(map(pool.said, sorted(budget))), "systems": values,
-                         "vanilla_loss": statistics.fmean(ends) if ends and None not in ends else None}
+                         "vanilla_loss": statistics.fmean(ends) if ends else None,
+                         "uniform_first_importance": uniform.get(home)}
         for s in sorted({s for name in shown for s in values[name]}, key=place):
             seeds = sorted({len(values[name][s]) for name in shown if s in values[name]})
             rows.append([f"{home}/", s, "-".join(map(str, seeds[:1] + seeds[1:][-1:])), *(
                 number(statistics.fmean(of.values()), MECHANISM[n][3]) if (of := values[n].get(s)) else "-" for n in shown)])
     if not rows:
         return None
+    level = " or ".join(dict.fromkeys(f"{x:.4f}" for x in uniform.values()))
     return Section(
         "Mechanism", origin("mechanism/", [p.run for _, points in of_runs.values() for p in points.values()]),
-        {"uniform_first_importance": uniform, "of_runs": numbers},
+        {"of_runs": numbers},
         ["runs", "system", "seeds", *(MECHANISM[n][1] for n in shown)], rows,
         ["Means over seeds (a-b: some numbers are of a, some of b): "
          + "; ".join(f"{home}/ after {x['budget']}" for home, x in numbers.items()) + ". An entropy ratio "
          "above 1 is flatter than uniform causal attention's. Windows begin anywhere in a text, so token 1 is another in each. "
          "Value norms are of what is attended to (mixed values in ResFormer); the spectrum is of a layer's own values, and of "
          "the mixed ones in rows named so."
-         + (f" Under uniform attention token 1 has importance {uniform:.4f}: no sink at or below it." if uniform else ""),
+         + f" Under uniform attention token 1 has importance {level}: no sink at or below it." * bool(uniform),
          "Pictures: " + ", ".join(f"[{path.removeprefix('mechanism/').removesuffix('.png')}]({path})" for a in analyses
                                   for path in beside(records, f"{a}.png")) + "."])
 
@@ -483,16 +489,15 @@ def facts(pool):
     systems, of = {}, pool.runs()[0].config
     for system in pool.systems(pool.tokens):
         points = pool.at(system, pool.tokens)
-        known = [x for p in points.values() if (x := p.end["val_mean"]) is not None]
         config = next(iter(points.values())).run.config
         systems[system] = {
-            "seeds": sorted(points), "val_mean": statistics.fmean(known) if known else None,
+            "seeds": sorted(points), "val_mean": statistics.fmean(p.end["val_mean"] for p in points.values()),
             "difference": pool.difference(system, "vanilla", pool.tokens) if system != "vanilla" else None,
             **{k: config[k] for k in ("kv_bytes_per_token", "n_params", "n_params_non_embedding")}}
 
     def rank(s):  # by the paired difference: means are over other seeds where systems have different ones
-        d, mean = systems[s]["difference"], systems[s]["val_mean"]
-        return d["mean"] if d else 0.0 if s == "vanilla" else math.inf, math.inf if mean is None else mean
+        d = systems[s]["difference"]
+        return d["mean"] if d else 0.0 if s == "vanilla" else math.inf, systems[s]["val_mean"]
     lowest = sorted(systems, key=rank)
     return {"tokens": pool.tokens, "block_size": of["block_size"], "learning_rate": of["learning_rate"],
             "systems": {s: systems[s] for s in lowest}}
@@ -512,7 +517,7 @@ def compared(records, folder, title, arm="", more=None, notes=(), panels=(), cap
                  for system, x in of["systems"].items()]
     sd = noise(x["difference"] for of in arms.values() for x in of["systems"].values())
     several = [name for name, of in arms.items() if noise(x["difference"] for x in of["systems"].values())]
-    where = f"{folder}/" if len(several) == len(arms) else ", ".join(f"{folder}/{name}/" for name in several)
+    where = f"{folder}/" if len(several) == len(arms) else ", ".join(f"{folder}/{name}".rstrip("/") + "/" for name in several)
     return Section(
         title, origin(f"{folder}/", [run for pool in pools.values() for run in pool.runs()]),
         {"arms": arms, "noise": sd, **(extra or {})},
@@ -530,7 +535,7 @@ def sizes(records):
     for arm, pool in pools.items():
         if pool.tokens != usual:
             records.skip(f"sizes/{arm}", f"in no saving: {billions(pool.tokens)} tokens, most sizes {billions(usual)}")
-    names = {os.path.basename(run.system).split("_")[0] for run in runs}  # sparse_12 is sparse, at 12 layers
+    names = {re.sub(r"_\d+$", "", os.path.basename(run.system)) for run in runs}  # sparse_12 is sparse, at 12 layers
     try:
         with hearing(lambda name, reason: records.skip(f"sizes/{name.removeprefix('sizes/')}", reason)):
             comparisons = scaling.from_runs(scaling.Config(systems=",".join(names), baseline="vanilla"), runs)
@@ -546,11 +551,12 @@ def sizes(records):
         panels.append({**scaling.panel("piecewise", system, base, axis, fixed, r), "title": f"{system}, {fixed}"})
         if axis == "n_params":
             x, at = max(of_base), {n: statistics.fmean(losses.values()) for n, losses in own.items()}
-            seeds = sorted(of_base[x])
+            # of seeds that not all points have each counts for one
+            seeds = len(set.intersection(*(set(losses) for of in (of_base, own) for losses in of.values()))) or 1
             largest[system] = {"seeds": seeds, "sizes": len(at), **horizontal(
                 sorted(at), [at[n] for n in sorted(at)], x, statistics.fmean(of_base[x].values()),
                 unpaired(records.noise_for(max(
-                    (p for p in pools.values() if p.tokens == usual), key=lambda p: len(p.points)), None), len(seeds)))}
+                    (p for p in pools.values() if p.tokens == usual), key=lambda p: len(p.points)), None), seeds))}
             notes.append(f"{system} saves {scaling.percent(largest[system]['saving'])}"
                          + saving_interval(largest[system])
                          + " of all parameters at vanilla's largest size, by its own losses, linear in ln N between sizes.")
@@ -578,7 +584,7 @@ def ablations(records):
                 late |= hurried(records.curve, s, pool.tokens)
     several = "budget" if set(pools) != {""} else ""
     return compared(
-        records, "ablations", "Ablations", several, {"paper": lambda arm, s, x: number(PAPER_ABLATIONS.get(s), "+.3f")},
+        records, "ablations", "Ablations", several, {"paper": lambda arm, s, x: number(PAPER_ABLATIONS.get(s) or None, "+.3f")},
         ["The paper's differences are at 20B tokens, all but identity's from summaries of its v5. lambda_X is λ1 = X and "
          "constant λ1 = 2, in all layers; layers_A-B is λ1 = 5 in these and sparse in 6-8. Differences of one seed and of "
          "several stand in one order: by the seed that both have, neighbours may be the other way round.",
@@ -593,8 +599,8 @@ def kv(records):
         return None
     arms = {arm: facts(pool) for arm, pool in pools.items()}
     full = {arm: of["systems"]["vanilla"]["kv_bytes_per_token"] for arm, of in arms.items() if "vanilla" in of["systems"]}
-    panels = [dict(series={s: [([x["kv_bytes_per_token"]], [x["val_mean"]])]
-                           for s in sorted(of["systems"], key=place) if (x := of["systems"][s])["val_mean"] is not None},
+    panels = [dict(series={s: [([(x := of["systems"][s])["kv_bytes_per_token"]], [x["val_mean"]])]
+                           for s in sorted(of["systems"], key=place)},
                    log="x", apart=True, x="KV cache, bytes per token (bfloat16)",
                    y="loss, mean over sources (nats per token)", title=f"length {of['block_size']:,}")
               for of in arms.values()]
@@ -642,12 +648,11 @@ def rates(records):
     stronger = {arm: "".join(f", {k}" for k in STRONGER if getattr(pool.runs()[0].shape, k)) for arm, pool in arms.items()}
     losses, series, broken = {}, {}, {}  # {system: {arm: {seed: loss}}}; broken: lines of a stronger baseline, in its colour
     for system in dict.fromkeys(s for pool in arms.values() for s in pool.systems(pool.tokens)):
-        of = {arm: known for arm, pool in arms.items() if (known := {
-            seed: x for seed, p in pool.at(system, pool.tokens).items() if (x := p.end["val_mean"]) is not None})}
+        of = {arm: known for arm, pool in arms.items() if (known := pool.losses(system, pool.tokens))}
         every = [*of.values(), *losses.get("vanilla", of).values()]  # vanilla comes first
-        seeds = set.intersection(*map(set, every)) if of else set()
+        seeds = set.intersection(*map(set, every))
         if not seeds:
-            records.skip(f"rates/*/{system}", f"no best: at no seed a run in each of {', '.join(of) or 'the rates'}, and "
+            records.skip(f"rates/*/{system}", f"no best: at no seed a run in each of {', '.join(of)}, and "
                          f"vanilla's in each of {', '.join(arms)}")
             continue
         for arm in [arm for arm in arms if arm not in of]:
@@ -729,10 +734,11 @@ def main():
     claimed += markdown(head, rows) if (rows := [row for row in verdicts if row[2]]) else "None of them was measured here."
     if (missing := [row[0] for row in verdicts if not row[2]]) and rows:
         claimed += "\n\nNot measured here: " + "; ".join(missing) + "."
-    folder = config.out_dir or paths[0]
+    folder, called = config.out_dir or paths[0], os.path.relpath(os.path.realpath(paths[0]), REPO)
+    called = os.path.basename(called) if called.startswith("..") else called
     os.makedirs(folder, exist_ok=True)
-    parts = ["# Report", "Written by `python -m analysis.report results/` from the records beside it.", "## What reproduces",
-             "Made from the tables below. The rule of each verdict: analysis/claims.py.", claimed, LEGEND]
+    parts = ["# Report", f"Written by `python -m analysis.report {called}/` from the records beside it.",
+             "## What reproduces", "Made from the tables below. The rule of each verdict: analysis/claims.py.", claimed, LEGEND]
     with tempfile.TemporaryDirectory(prefix=".report", dir=folder) as made:  # all of it is made before any of it is replaced
         for name, s in sections.items():
             parts += [f"## {s.title}", s.made_from, markdown(s.head, s.rows), *s.notes]

@@ -195,7 +195,12 @@ def analyse(form, base, system):
 
 
 def system_name(run, names):
-    """The longest of --systems that a part of the run's name begins with (or None); without them the method's options."""
+    """
+    Of --systems the run's own folder's or else the longest that a part of its name begins with (or None); without them the
+    method's options.
+    """
+    if (own := os.path.basename(run.system)) in names:
+        return own
     if names:
         return max((n for n in names for part in run.name.split(os.sep) if part.startswith(n)), key=len, default=None)
     own = []
@@ -267,7 +272,8 @@ def matched(losses, said):
     for system, of in losses.items():
         kept = {}
         for x, seeds in of.items():
-            both = set(seeds) & set(one.get(x, seeds)) & set(other.get(x, seeds))  # an x of one system alone has its own
+            alone = shared or set(seeds)  # at an x of one system alone
+            both = set(seeds) & set(one.get(x, alone)) & set(other.get(x, alone))
             keep = shared if len(shared) > 1 else both
             left = ", ".join(str(seed) for seed in sorted(set(seeds) - keep))
             if left and said:
@@ -362,8 +368,6 @@ def main():
     if changed and not runs:
         raise UserError(f"--{changed[0]}={getattr(config, changed[0])}: is about runs; without any, the paper's Table 5 is "
                         "worked through")
-    if not runs and not config.out_dir:
-        config.out_dir = os.path.join("out", "scaling")
     comparisons = from_runs(config, runs) if runs else table_5()
     if not comparisons:
         print("nothing to fit: it takes a baseline and another system, both at two sizes or more, or at two numbers of tokens")

@@ -76,7 +76,9 @@ def test_a_run_spelled_twice_counts_once(trained):
     assert len(common.find_runs([path, path + "/", str(trained / "runs/../runs/gqa/seed1")])) == 1
 
 
-@pytest.mark.parametrize("change, words", [({"n_layer": 3}, "different n_layer"), ({"tokenizer": None}, "has no tokenizer")])
+@pytest.mark.parametrize("change, words", [
+    ({"n_layer": 3}, "different n_layer"), ({"tokenizer": None}, "has no tokenizer"),
+    *(({k: 1}, "not written by train.py") for k in ("value_layers", "value_source", "value_anchors"))])
 def test_a_config_that_is_not_the_checkpoints_is_refused(trained, tmp_path, change, words):
     run = shutil.copytree(trained / "runs/vanilla/seed1", tmp_path / "run")
     config = json.loads((run / "config.json").read_text())
@@ -125,6 +127,11 @@ def test_a_picture_that_fails_leaves_the_json_before_as_it_was(tmp_path):
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
 
 
+def no_picture(path, *_, **options):
+    """Instead of plot.draw, which takes most of an analysis's time, where the picture is not what is tested."""
+    open(path, "wb").close()
+
+
 LOGS = {lambdas: "lambdas", relative_loss: "relative_loss", scaling: "scaling"}
 CHECKPOINTS = {concentration: "concentration", evaluate: "evaluate"}
 DAMAGES = [("config.json", b"{"), ("config.json", b"[]"), ("config.json", b"\xff"), ("config.json", b"{}"),
@@ -137,6 +144,8 @@ READS = {"config.json": [*LOGS, *CHECKPOINTS, kv_cache], "log.jsonl": list(LOGS)
     for file, content in DAMAGES for module in READS[file]])
 def test_a_damaged_run_is_named_and_the_others_go_on(trained, tmp_path, monkeypatch, capsys, file, content, module):
     """An exit code 2 with one reason when none is left: the run's own where it is alone."""
+    monkeypatch.setattr(plot, "draw", no_picture)
+
     def run_on(*paths):
         options = ["--device=cpu"] if module in (*CHECKPOINTS, kv_cache) else []
         options += ["--sequences=1"] if module in CHECKPOINTS else []
@@ -231,6 +240,7 @@ def test_an_out_dir_that_cannot_be_written_is_refused_before_the_work(trained, t
 @pytest.mark.parametrize("module", [concentration, similarity, spectrum])
 @pytest.mark.parametrize("fault", ["no data", "another tokenizer", "no such bin", "prepared anew"])
 def test_a_run_whose_data_cannot_be_used_is_left_out(trained, tmp_path, monkeypatch, capsys, module, fault):
+    monkeypatch.setattr(plot, "draw", no_picture)
     runs = tmp_path / "runs"
     for name in ("vanilla/seed1", "resformer/seed1"):
         shutil.copytree(trained / "runs" / name, runs / name)
@@ -267,9 +277,10 @@ def test_a_name_has_one_colour_in_all_panels(tmp_path, monkeypatch):
     assert looks[3]["layer 1"] == looks[0]["a"]  # other names start again
 
 
-def test_a_damaged_summary_costs_the_order_only(trained, tmp_path):
+@pytest.mark.parametrize("content", ["{", "7", "null", "[[1]]"])
+def test_a_damaged_summary_costs_the_order_only(trained, tmp_path, content):
     runs = shutil.copytree(trained / "runs", tmp_path / "runs")
-    (runs / "summary.json").write_text("{")
+    (runs / "summary.json").write_text(content)
     assert len(common.find_runs([str(runs)])) == 10
 
 

@@ -1,9 +1,11 @@
 """The analyses that read logs: learned weights, relative loss with its critical point, scaling fits."""
 import json
 import math
+import os
 import shutil
 import statistics
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -391,6 +393,17 @@ def sizes(runs, tmp_path):
             rewrite_log(folder, lambda x, loss=loss, iters=iters: {**x, "iter": iters, "val_mean": loss}
                         if x["iter"] == 30 else x)
     return root
+
+
+def test_seeds_are_matched_where_systems_differ_in_size():
+    """learnable has a few parameters more than vanilla: no x is both's, and yet the seeds are to be the same."""
+    vanilla, learnable = {10: {1: 4.0, 2: 5.0}, 20: {1: 3.0, 2: 4.0}}, {11: {1: 3.9}, 21: {1: 2.9}}
+    assert scaling.matched({"vanilla": vanilla, "learnable": learnable}, "") == [{10: {1: 4.0}, 20: {1: 3.0}}, learnable]
+
+
+def test_a_folder_of_a_systems_name_is_that_system():
+    run = SimpleNamespace(name=os.path.join("ablations", "x", "seed1"), system=os.path.join("ablations", "x"))
+    assert scaling.system_name(run, ["ab", "x"]) == "x" and scaling.system_name(run, ["ab"]) == "ab"
 
 
 def test_scaling_of_runs(sizes, capsys, monkeypatch):

@@ -60,7 +60,10 @@ def write_tokens(root, law, budgets=(10, 40, 66)):
 
 @pytest.fixture
 def make(tmp_path, capsys, monkeypatch):
-    """make(root) runs the report: (report.json's content, report.md, README's text, stderr)."""
+    """
+    make(root) runs the report: (report.json's content, report.md, README's text, stderr). Pictures are stubs, as drawing takes
+    most of its time; make.draw draws.
+    """
     readme = tmp_path / "README.md"
 
     def run(root=tmp_path / "results", *options):
@@ -68,7 +71,8 @@ def make(tmp_path, capsys, monkeypatch):
         code, _, err = run_command(report, capsys, monkeypatch, root, f"--readme={readme}", *options)
         assert code == 0, err
         return json.loads((root / "report.json").read_text()), (root / "report.md").read_text(), readme.read_text(), err
-    run.root = tmp_path / "results"
+    run.root, run.draw = tmp_path / "results", report.plot.draw
+    monkeypatch.setattr(report.plot, "draw", lambda path, *_: open(path, "wb").close())
     return run
 
 
@@ -76,7 +80,8 @@ def verdicts(content):
     return {c["claim"]: c["verdict"] for c in content["claims"]}
 
 
-def test_family_table_and_intervals(make):
+def test_family_table_and_intervals(make, monkeypatch):
+    monkeypatch.setattr(report.plot, "draw", make.draw)
     write_family(make.root, {"identity": -0.03, "sparse": -0.001, "svformer": 0.02})
     content, text, readme, _ = make()
     family = content["family"]["systems"]
@@ -376,16 +381,17 @@ def test_the_familys_evaluation_is_the_usual_one(make):
     assert sum(line.startswith("tokens/") and "eval_iters" in line for line in content["left_out"]) == 18
 
 
-@pytest.mark.parametrize("change", [{"n_params": 0}, {"comparable": {**CONFIG["comparable"], "data": ["a"]}}],
-                         ids=["n_params", "data"])
-def test_damaged_numbers_are_named(make, change):
+@pytest.mark.parametrize("change, words", [
+    ({"n_params": 0}, "damaged"), ({"comparable": {**CONFIG["comparable"], "data": ["a"]}}, "damaged"),
+    ({"warmup_iters": None}, "no usable warmup_iters")], ids=["n_params", "data", "warmup"])
+def test_damaged_numbers_are_named(make, change, words):
     write_family(make.root, {"identity": -0.03}, seeds=(1337,))
     file = make.root / "family/identity/seed1337/config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
     (make.root / "family/sparse/seed1337/log.jsonl").mkdir(parents=True)  # a folder of that name
     (make.root / "family/sparse/seed1337/config.json").write_text(file.read_text())
     left = make()[0]["left_out"]
-    assert any(line.startswith("family/identity/seed1337: ") and "damaged" in line for line in left)
+    assert any(line.startswith("family/identity/seed1337: ") and words in line for line in left)
     assert any(line.startswith("family/sparse/seed1337: ") for line in left)
 
 
@@ -440,7 +446,7 @@ def test_mechanism_of_another_budget_has_rows_of_its_own(make):
         (make.root / folder / "spectrum.json").write_text(json.dumps({"models": models}))
     for folder, seeds, more in ((".", (1337, 1338), 0.0), ("40", (1337,), 0.1), ("100", (1337,), 0.2)):
         (make.root / "mechanism" / folder / "lastword.json").write_text(json.dumps({"runs": {
-            f"{system}/seed{seed}": {"bins": {"C4": {
+            f"{system}/seed{seed}": {"against": f"vanilla/seed{seed}", "bins": {"C4": {
                 "accuracy": right + more + 0.001 * (seed - 1337) * (right > 0.2), "difference": {
                     "accuracy_interval_95": [0.07, 0.12] if right > 0.2 else None}}}}
             for seed in seeds for system, right in (("vanilla", 0.2), ("identity", 0.3))}}))
@@ -482,7 +488,7 @@ def test_mechanism_of_seeds_is_paired(make):
             f"vanilla/seed{seed}": {"approximation": [0.9, 0.7], "identity": [0.5, identity],
                                     "identity_previous": [0.95, identity]}}}))
     (make.root / "mechanism/lastword.json").write_text(json.dumps({"runs": {
-        f"{system}/seed{seed}": {"bins": {"C4": {"accuracy": 0.9}, "all sources": {
+        f"{system}/seed{seed}": {"against": f"vanilla/seed{seed}", "bins": {"C4": {"accuracy": 0.9}, "all sources": {
             "accuracy": right, "difference": {"accuracy_interval_95": None}}}}
         for system, seed, right in (("vanilla", 1337, 0.2), ("vanilla", 1338, 0.21), ("identity", 1337, 0.3),
                                     ("identity", 1338, 0.309))}}))
@@ -501,15 +507,19 @@ def test_mechanism_of_seeds_is_paired(make):
     assert "| identity mixed |" in text
 
 
-def test_learned_weights_are_those_of_the_logs(make):
+@pytest.mark.parametrize("source", ["first", "previous"])
+def test_learned_weights_are_those_of_the_logs(source, make):
     """λ1 = 0.5 + 0.1 n and λ2 = 0.5, but for a seed's share; layer 2's λ2 of 0, which has no ratio, changes no slope."""
+    assert report.slope_of_ratio({"layers": {"2": {"ratio": 0.5}, "3": {"ratio": None}}}) is None  # of one layer there is none
     write_family(make.root, {"learnable": -0.03})
     for seed in NOISE:
         log = make.root / f"family/learnable/seed{seed}/log.jsonl"
         config = json.loads((log.parent / "config.json").read_text())
-        (log.parent / "config.json").write_text(json.dumps({**config, "value_residual": True, "value_mix": "learnable"}))
+        (log.parent / "config.json").write_text(json.dumps({
+            **config, "value_residual": True, "value_mix": "learnable", "value_source": source}))
         *steps, end = log.read_text().splitlines()
-        mix = {str(n): {"1": 0.5 + (0.1 + NOISE[seed]) * n, str(n): 0.5 * (n > 2)} for n in range(2, config["n_layer"] + 1)}
+        mix = {str(n): {str(1 if source == "first" else n - 1): 0.5 + (0.1 + NOISE[seed]) * n, str(n): 0.5 * (n > 2)}
+               for n in range(2, config["n_layer"] + 1)}
         log.write_text("\n".join([*steps, json.dumps({**json.loads(end), "value_mix": mix})]) + "\n")
     content, text, _, _ = make()
     got, mean = verdicts(content), 0.1 + np.mean(list(NOISE.values()))
@@ -517,6 +527,48 @@ def test_learned_weights_are_those_of_the_logs(make):
     for change in (mean, 2 * mean):
         assert f"| a line's change per layer {change:+.4f} [" in text
     assert text.count("3 seeds; highest in layer 8 of 8 | holds |") == 2
+
+
+def test_a_saving_is_that_of_the_largest_budget(make):
+    """Where vanilla overtakes at last, no earlier budget's saving stands for it."""
+    write_family(make.root, {"identity": -0.1})
+    write_tokens(make.root, {"identity": lambda tokens: 0.05 if tokens == 66 * PER_ITER else -0.1})
+    content, text, _, _ = make()
+    last = content["saving"]["identity"]["budgets"][-1]
+    assert last["tokens"] == 66 * PER_ITER and last["extrapolated"]
+    assert verdicts(content)["ResFormer (identity) reaches vanilla's loss with less data"] == "not testable at this budget"
+    assert "vanilla's loss at the largest budget lies outside of the system's" in text
+
+
+def test_a_budget_of_other_seeds_is_named(make):
+    write_family(make.root, {"identity": -0.1}, seeds=(1337,))
+    write_tokens(make.root, {"identity": lambda tokens: -0.1})
+    assert len(make()[0]["tokens"]["identity"]["tokens"]) == 4
+    for system in ("vanilla", "identity"):
+        write_run(make.root / f"tokens/100/{system}/seed1338", 1338, 100, 3.0)
+    content, _, _, err = make()
+    assert "tokens" not in content and "tokens/*/identity: in no curve: no seed with vanilla's at each of 1e-05B, 2e-05B" in err
+
+
+def test_mechanism_reads_each_folder_by_its_own_length_and_pairs(make):
+    """A sink is measured against its own windows' uniform attention; means are of the seeds that the difference has."""
+    write_family(make.root, {"identity": -0.1}, seeds=(1337, 1338))
+    write_tokens(make.root, {"identity": lambda tokens: -0.1}, budgets=(40,))
+    layer = {"entropy_ratio": 1.0, "first_value_norm": 1.0, "others_value_norm": 1.0, "first_hidden_norm": 1.0,
+             "mean_hidden_norm": 1.0}
+    for folder, uniform, runs in (("mechanism", 0.004, {"vanilla/seed1337": 0.012, "vanilla/seed1338": 0.1,
+                                                        "identity/seed1337": 0.004}),
+                                  ("mechanism/40", 0.04, {"vanilla/seed1337": 0.12, "identity/seed1337": 0.04})):
+        (make.root / folder).mkdir(parents=True, exist_ok=True)
+        (make.root / folder / "concentration.json").write_text(json.dumps({"uniform_first_importance": uniform, "models": {
+            run: {"layers": [{**layer, "first_importance": x}]} for run, x in runs.items()}}))
+        cell = {"C4": {"accuracy": 0.5, "difference": {"accuracy_interval_95": [0.1, 0.2]}}}
+        (make.root / folder / "lastword.json").write_text(json.dumps({"runs": {
+            f"{system}/seed1337": {"against": "identity/seed1337", "bins": cell} for system in ("identity", "vanilla")}}))
+    content, text, _, _ = make()
+    assert "1 against vanilla's 3 times uniform attention's; -2.0000, 2e-05B tokens in 20 iterations, 1 seed, family/" in text
+    assert "also 1 against vanilla's 3 times" in text and "has importance 0.0040 or 0.0400: no sink" in text
+    assert "over its passages" not in text  # identity's interval is not against vanilla
 
 
 def test_hurried_schedules_say_nothing_of_tokens(make):
@@ -533,7 +585,7 @@ def test_hurried_schedules_say_nothing_of_tokens(make):
             log.write_text(json.dumps(line) + "\n" + log.read_text())
     content, text, _, _ = make()
     facts = content["saving"]["identity"]["budgets"]
-    assert [b["hurried"] for b in facts] == [False, False, True, False] and "vanilla at 2e-05B: +0.1" in text
+    assert [b["hurried"] for b in facts] == [False, True, True, False] and "vanilla at 2e-05B: +0.1" in text
     assert verdicts(content)[claim] == "holds partly"  # read off between 40 and 66, which are not
     marked = re.findall(r"^\| identity \| (\S+)B \| -0\.\d+(†?) \|", text, re.M)
     assert marked == [("1e-05", ""), ("2e-05", "†"), ("4e-05", ""), ("6.6e-05", "")]
@@ -810,6 +862,16 @@ def test_a_best_needs_vanillas_rates_and_no_end(make):
     assert {s: b["rate"] for s, b in content["rates"]["best"].items()} == {"vanilla": "0.0006", "identity": "0.0006"}
 
 
+def test_bests_take_budget_and_noise_of_their_own_rates(make):
+    for rate, base in ((3e-4, 4.2), (6e-4, 4.0), (1.2e-3, 4.1)):
+        write_pool(make.root / f"rates/{rate:g}", {"identity": -0.1, "sparse": -0.1}, seeds=(1337,), base=base,
+                   learning_rate=rate, min_lr=rate / 10)
+    write_pool(make.root / "rates/0.0001", {"identity": -0.1}, iters=40, base=4.0, learning_rate=1e-4, min_lr=1e-5)
+    content, text, _, err = make()  # its seeds' noise is not theirs, nor its budget
+    assert "rates/0.0001: compared with no other rate" in err and "identity: -0.1000, 2e-05B tokens in 20 iterations" in text
+    assert verdicts(content)["the gain is there at each one's best learning rate"] == "not testable at this budget"
+
+
 def test_a_rate_that_a_system_lacks_never_makes_its_claim_hold(make):
     """Without its poor run of one seed it would have two, and an interval."""
     for rate, base in ((3e-4, 4.2), (6e-4, 4.0), (1.2e-3, 4.1)):
@@ -893,6 +955,32 @@ def test_sizes(make):
     assert content["sizes"]["at_largest"]["identity"] == found
 
 
+def test_seeds_of_sizes_are_those_of_every_point(make):
+    """With two seeds at the largest size alone, its saving is one seed's."""
+    sizes = (("20M", 20_000_000), ("82M", 82_000_000), ("180M", 180_000_000))
+    write_family(make.root, {"identity": -0.03})
+    for size, n in sizes:
+        write_pool(make.root / "sizes" / size, {"identity": 0.3 * math.log(0.75)}, seeds=(1337, 1338)[:1 + (size == "180M")],
+                   base=9 - 0.3 * math.log(n), n_params=n, n_params_non_embedding=n // 2)
+    content, text, _, _ = make()
+    assert content["sizes"]["at_largest"]["identity"]["seeds"] == 1
+    assert "; 3 sizes, 2e-05B tokens, 1 seed | holds partly |" in text
+    for size, n in sizes[:2]:
+        write_pool(make.root / "sizes" / size, {"identity": 0.3 * math.log(0.75)}, seeds=(1338,), base=9 - 0.3 * math.log(n),
+                   n_params=n, n_params_non_embedding=n // 2)
+    content, text, _, _ = make()
+    assert content["sizes"]["at_largest"]["identity"]["seeds"] == 2
+    assert "; 3 sizes, 2e-05B tokens, 2 seeds | holds |" in text
+
+
+def test_systems_of_like_names_have_sizes_of_their_own(make):
+    for size, n in (("20M", 20_000_000), ("82M", 82_000_000)):
+        write_pool(make.root / "sizes" / size, {"svformer": 0.1, "svformer_gqa2": 0.2}, seeds=(1337,),
+                   base=9 - 0.3 * math.log(n), n_params=n, n_params_non_embedding=n // 2)
+    saving = make()[0]["sizes"]["saving"]
+    assert {s: len(x["n_params"]["points"][1]["x"]) for s, x in saving.items()} == {"svformer": 2, "svformer_gqa2": 2}
+
+
 def test_sizes_without_vanilla_or_a_second_size(make):
     write_pool(make.root / "sizes/82M", {"identity": -0.03})
     content, _, _, err = make()
@@ -911,8 +999,10 @@ def test_verdicts():
         [holds, *[untestable] * 5]  # the noise is not known
     sd = {"std": 0.5, "df": 4}  # 2.7764 times it for one pair, over the root of their number
     for values, v in (((-1.4,), partly), ((-1.3,), untestable), ((1.3,), untestable), ((1.4,), unseen),
-                      ((-1, -3, 0.5), partly), ((-0.6, -0.58), holds), ((1.2, -2.8), untestable), ((-2.0, 0.01), partly)):
+                      ((-1, -3, 0.5), partly), ((-0.6, -0.58), holds), ((0.6, 0.58), unseen), ((1.2, -2.8), untestable),
+                      ((-2.0, 0.01), partly)):
         assert claims.verdict(d(*values), -1, sd) == v, values
+    assert claims.verdict(d(0.6, 0.58), -1) == unseen
     for several, one in (((holds, holds), holds), ((holds, untestable), partly), ((holds, unseen), partly),
                          ((holds, unseen, unseen), unseen), ((untestable,), untestable), ((unseen, untestable), unseen),
                          ((holds, untestable, untestable), untestable), ((holds, holds, untestable, untestable), partly)):
