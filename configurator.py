@@ -138,7 +138,7 @@ def read_file(path, known=()):
         raise UserError(f"config file {path!r} not found here or in {REPO}")
     space = {"__file__": os.path.abspath(found), "__name__": "config"}
     try:
-        with open(found, encoding="utf-8") as f:
+        with open(found, encoding="utf-8-sig") as f:
             tree = ast.parse(f.read(), found)
         exec(compile(tree, found, "exec"), space)
     except (Exception, SystemExit) as e:

@@ -286,7 +286,7 @@ class Attention(nn.Module):
         width = {"q": config.n_embd, "k": config.kv_heads * self.head_dim, "v": config.kv_heads * self.head_dim}
         self.take = {t: config.take(t, layer) for t in "qkv"}
         self.own = {t: width[t] for t in "qkv" if self.take[t] == layer}  # SVFormer: no v after layer 1
-        self.mixed = {t: bool(config.sources(t, layer)) for t in "xqkv"}
+        self.mixed = {t: bool(config.sources(t, layer)) for t in "xqk"}
         self.c_attn = nn.Linear(config.n_embd, sum(self.own.values()), bias=False) if self.own else None
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
         self.dropout = nn.Dropout(config.dropout)

@@ -97,7 +97,10 @@ class Json:
     """A tokenizer.json of Hugging Face's tokenizers, such as GPT-NeoX's, the paper's. Special tokens in documents are text."""
 
     def __init__(self, path, tokenizer):
-        self.name, self.tokenizer, self.n_vocab = os.path.abspath(path), tokenizer, tokenizer.get_vocab_size()
+        tokenizer.no_truncation()  # a file may have been saved with either, and documents are whole here
+        tokenizer.no_padding()
+        self.name, self.tokenizer = os.path.abspath(path), tokenizer
+        self.n_vocab = max(tokenizer.get_vocab().values(), default=-1) + 1  # its ids may have holes
         self.eot = next((i for t in ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
                          if (i := tokenizer.token_to_id(t)) is not None), None)
         if self.eot is None:
@@ -206,8 +209,9 @@ def walk(folder, unreadable=refuse):
 
 def find_files(source, patterns="", besides=""):
     """
-    The files of a file or folder, sorted by name, without those of the source `besides`. Where shards are named train-...,
-    only those are training text; folder:validation are those named validation-.... Raises UserError when there are none.
+    The files of a file or folder, sorted by name, those that match patterns, without those of the source `besides`. Where some
+    are named train-..., only those are training text; folder:validation are those named validation-.... Raises UserError when
+    there are none.
     """
     split = "train"
     if not os.path.exists(source) and os.path.isdir(source.rpartition(":")[0]):
@@ -219,11 +223,12 @@ def find_files(source, patterns="", besides=""):
     else:
         files = sorted(os.path.join(folder, name) for folder, names in walk(source) for name in names
                        if name.endswith(SUFFIXES) and not name.startswith("."))
-        named = [p for p in files if (m := SPLIT.match(os.path.basename(p))) and m[1] == split]
-        files = named if named or split != "train" else files
     if patterns:
         files = [p for p in files if any(fnmatch.fnmatch(os.path.relpath(p, source), pattern.strip())
                                          for pattern in patterns.split(","))]
+    if not os.path.isfile(source):
+        named = [p for p in files if (m := SPLIT.match(os.path.basename(p))) and m[1] == split]
+        files = named if named or split != "train" else files
     if besides and not is_hub(besides):
         others = set(map(os.path.realpath, find_files(besides)))
         files = [p for p in files if os.path.realpath(p) not in others]
@@ -324,7 +329,7 @@ def decompressed(f, path, bar):
 
 
 def as_line(record):
-    """A record of another format as the line of JSON that encode_batch reads. Bytes are UTF-8; what is none is mended there."""
+    """A record of another format as the line of JSON that encode_batch reads, which mends bytes that are no UTF-8."""
     record = {k: v.decode(errors="surrogateescape") if isinstance(v, bytes) else v for k, v in record.items()
               if k in ("text", "meta", "source")}
     return json.dumps(record, default=str).encode()
@@ -340,13 +345,16 @@ def read_parquet(f, path, bar):
     try:
         table = pyarrow.parquet.ParquetFile(f)
         columns = [c for c in table.schema_arrow.names if c in ("text", "meta", "source")]
+        if "text" not in columns:
+            raise BadShard(f"{path}: has the columns {', '.join(table.schema_arrow.names[:8]) or '(none)'} and no text; rename "
+                           "the one with documents")
         for group in range(table.num_row_groups):
             for part in table.iter_batches(batch_size=256, row_groups=[group], columns=columns):
                 for record in part.to_pylist():
                     yield "json", as_line(record), f"{path} row {row}", True
                     row += 1
             bar.update(os.path.getsize(path) // table.num_row_groups)
-    except (pyarrow.ArrowException, OSError) as e:
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as e:
         raise BadShard(f"{path}: not Parquet, cut or damaged after row {row}: {str(e).splitlines()[0]}; "
                        "fetch the file again") from None
 
@@ -503,6 +511,7 @@ def workers(tokenizer, num_proc):
     if num_proc == 1:
         yield None
         return
+    num_proc = min(num_proc, 61) if sys.platform == "win32" else num_proc  # the most that it waits for there
     spawn, given = multiprocessing.get_context("spawn"), os.environ.get("PYTHONWARNINGS", "")
     os.environ["PYTHONWARNINGS"] = f"{given},ignore:resource_tracker"  # which starts here, and tidies up after WorkerDied
     pool = concurrent.futures.ProcessPoolExecutor(num_proc, spawn, start_worker, (tokenizer.name,))
@@ -631,6 +640,8 @@ def locked(folder, wait=False):
             pass  # Windows: no lock, one process at a time is up to the user
         except BlockingIOError:
             raise UserError(f"{folder}: another process is writing there; wait for it, or choose another --out_dir") from None
+        except OSError:
+            pass  # a file system without locks
         yield
 
 
@@ -711,7 +722,7 @@ class Bin:
         """64 evenly spaced pages of 2,048 ids, for a fingerprint in constant time."""
         if not self.tokens:
             return np.empty(0, self.dtype)
-        starts = np.unique(np.linspace(0, max(0, self.tokens - 2048), 64).astype(int))
+        starts = np.unique(np.linspace(0, max(0, self.tokens - 2048), 64).astype(np.int64))
         n, size = min(2048, self.tokens), np.dtype(self.dtype).itemsize
         # read, not mapped: a page fault may fetch much more than its page
         return np.concatenate([np.fromfile(self.path, self.dtype, n, offset=int(start) * size) for start in starts])
@@ -779,7 +790,8 @@ def prepare(config):
     name = config.tokenizer if config.tokenizer != "auto" else "bytes" if config.source == "builtin" else "gpt2"
     # once and first: a missing file is one message here, not one in each worker
     tokenizer = get_tokenizer(name, "; or use --tokenizer=bytes")
-    folder = config.out_dir or os.path.join("data", os.path.basename(os.path.abspath(config.source)).split(".")[0])
+    called = os.path.basename(os.path.abspath(config.source))
+    folder = config.out_dir or os.path.join("data", next((called[:-len(s)] for s in SUFFIXES if called.endswith(s)), called))
     num_proc = config.num_proc or os.cpu_count() or 1
     meta = dict(format=1, tokenizer=tokenizer.name, vocab_size=tokenizer.n_vocab, eot=tokenizer.eot,
                 dtype=str(bin_dtype(tokenizer.n_vocab)), source=config.source, val_source=config.val_source,
@@ -794,7 +806,12 @@ def prepare(config):
         if is_hub(source):
             open_hub(source, patterns)
         elif source not in ("", "builtin"):
-            find_files(source, patterns, besides)
+            files = find_files(source, patterns, besides)
+            rest = [] if patterns or os.path.isfile(source) else [
+                name for _, names in walk(source) for name in names if name.endswith(SUFFIXES) and not SPLIT.match(name)]
+            if rest and SPLIT.match(os.path.basename(files[0])):
+                print(f"note: {source}: {rest[0]} and {len(rest) - 1} more are not read, since others are named "
+                      f"{os.path.basename(files[0])}, as a split's shards; rename those, or pick files with --data_files")
     if config.source == "builtin":
         root, files = builtin_files()
         digest = hashlib.sha256()
@@ -869,7 +886,7 @@ def fill(writer, config, tokenizer, pool, num_proc, quotas):
     Write all documents to their bins. Returns {source: {train|val: {documents, bytes, tokens}}}, the bad ones as
     {kind: [count, where the first is]}, and the quotas of the mix that were not filled.
     """
-    counts, bad, seen, total, began = {}, {}, set(), 0, time.time()
+    counts, bad, seen, total, began = {}, {}, set(), 0, time.perf_counter()
     open_quotas = dict(quotas)  # source -> training tokens still wanted; a source leaves when 99 % of its share is there
 
     def put(split, piece, ids):
@@ -934,7 +951,7 @@ def fill(writer, config, tokenizer, pool, num_proc, quotas):
                         bar.write(f"skipped: {where}", file=sys.stderr)
                     bad.setdefault(kind, [0, where])[0] += 1
                 tokens = sum(c["tokens"] for s in counts.values() for c in s.values())
-                bar.set_postfix_str(f"{tokens / (time.time() - began):,.0f} tokens/s", refresh=False)
+                bar.set_postfix_str(f"{tokens / (time.perf_counter() - began):,.0f} tokens/s", refresh=False)
                 if end < math.inf:
                     break
         if missing := ", ".join(sorted(set(quotas) - seen)):

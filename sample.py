@@ -50,7 +50,7 @@ def read_prompts(start):
     if not (colon and kind in ("FILE", "LINES")):
         return [start]
     try:
-        with open(path, encoding="utf-8") as f:
+        with open(path, encoding="utf-8-sig") as f:
             text = f.read()
     except (OSError, UnicodeDecodeError) as e:
         raise UserError(f"--start={start}: {getattr(e, 'strerror', None) or 'not UTF-8 text'}; expected a text file") from None
@@ -58,7 +58,7 @@ def read_prompts(start):
         return [text]
     if not text.strip():
         raise UserError(f"--start={start}: the file has no line; expected one prompt per line")
-    return [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")]
+    return text.removesuffix("\n").split("\n")
 
 
 def encode_prompt(tokenizer, text):

@@ -54,7 +54,7 @@ class Config(GPTConfig):
     # batch and schedule
     batch_size: int = 32  # windows per process and micro-step
     tokens_per_iter: int = 0  # tokens of the whole batch; micro-steps are derived from it; 0: batch_size windows
-    max_tokens_per_iter: int = 0  # halve each run's tokens_per_iter until it is no larger than this; 0: leave it
+    max_tokens_per_iter: int = 0  # halve each run's tokens_per_iter while it is larger and windows stay whole; 0: leave it
     max_iters: int = 10000  # iterations in all
     learning_rate: float = 6e-4  # the schedule's peak
     min_lr: float = 6e-5  # where the cosine ends
@@ -209,7 +209,8 @@ def checked_device(config):
 def resolve(config, world):
     """The config with device, dtype, compile, tokens_per_iter and lr_decay_iters replaced by what their auto and 0 stand for
     on this machine. Raises UserError for values out of range."""
-    at_least(config, 1, "batch_size", "max_iters", "eval_interval", "eval_iters", "log_interval", "max_bad_steps", "rel_window")
+    at_least(config, 1, "block_size", "batch_size", "max_iters", "eval_interval", "eval_iters", "log_interval", "max_bad_steps",
+             "rel_window")
     at_least(config, 0, "learning_rate", "min_lr", "warmup_iters", "lr_decay_iters", "weight_decay", "grad_clip",
              "tokens_per_iter", "max_tokens_per_iter", "value_lr_scale", "vocab_size", "sample_tokens")
     at_least(config, 0, "seed", below=1 << 63)
@@ -412,25 +413,31 @@ def show(x):
     return "not finite" if x is None else f"{x:.4f}"
 
 
-def relative(line, base):
-    """Adds rel_loss or rel_val_loss to a line, against the baseline's line of that iteration, where both are finite and had
-    the same learning rate and tokens (one of them may have been resumed with another schedule)."""
-    there = base.get(line["iter"], {})
-    for key in ("loss", "val_loss"):
-        other = there.get(key) if all(there.get(k) == line.get(k) for k in ("lr", "tokens")) else None
-        if other is not None and line.get(key) is not None:
-            line[f"rel_{key}"] = line[key] - other
+def relative(line, base, before=None):
+    """
+    The line with rel_loss or rel_val_loss, its loss minus the baseline's at that iteration, where both are finite and had the
+    same learning rate and tokens (one of them may have been resumed with another schedule), or without it. base: the baseline's
+    (training lines, evaluation lines); before: of an evaluation, the training line before it.
+    """
+    i, key = line["iter"], "loss" if "loss" in line else "val_loss"
+    own, there = (line, base[0].get(i, {})) if key == "loss" else (before or {}, base[0].get(i - 1, {}))
+    other = base[key == "val_loss"].get(i, {}).get(key)
+    line = {k: v for k, v in line.items() if k not in ("rel_loss", "rel_val_loss")}
+    if None not in (other, line[key]) and all(own.get(k) == there.get(k) for k in ("lr", "tokens")):
+        line[f"rel_{key}"] = line[key] - other
     return line
 
 
+def all_relative(log, base):
+    """relative of every line of a log, as read_log returns it."""
+    return tuple({i: relative(x, base, log[0].get(i - 1)) for i, x in of.items()} for of in log)
+
+
 def fill_relative(folder, baseline):
-    """Adds the differences that were not known while the run went on, since its baseline was not finished then."""
-    (steps, evals), (base_steps, base_evals) = read_log(folder), read_log(baseline)
-    missing = [i for i in steps if i in base_steps and "rel_loss" not in steps[i]] \
-        + [i for i in evals if i in base_evals and "rel_val_loss" not in evals[i]]
-    if missing:
-        write_log(folder, {i: relative(x, base_steps) for i, x in steps.items()},
-                  {i: relative(x, base_evals) for i, x in evals.items()})
+    """Makes the logged differences those to this baseline, which may not have been finished while the run went on."""
+    log, base = read_log(folder), read_log(baseline)
+    if any(base) and (filled := all_relative(log, base)) != log:
+        write_log(folder, *filled)
 
 
 def comparable(config, data):
@@ -504,7 +511,7 @@ class Run:
         self.folder, self.path = config.out_dir, os.path.join(config.out_dir, "ckpt.pt")
         self.shape = checked_model_config(config, config.vocab_size or -(-data.vocab_size // 64) * 64)
         self.micro_batch, self.micro_steps = micro_batches(config, world)
-        self.iter, self.val_loss, self.bad = 0, None, 0
+        self.iter, self.val_loss, self.bad, self.last = 0, None, 0, None  # last: the training line before this iteration
         ckpt = self.load()
         self.model = build(config, self.shape)
         if ckpt:
@@ -518,7 +525,10 @@ class Run:
         if ckpt:
             self.check_optimizer(ckpt["optimizer"])
             own = self.optimizer.state_dict()["param_groups"]  # this command's options count, not the checkpoint's
-            self.optimizer.load_state_dict({"state": ckpt["optimizer"]["state"], "param_groups": own})
+            state = ckpt["optimizer"]["state"]
+            if self.device.type == "cpu":  # where it would stay in the mapped file, which the next save replaces
+                state = {i: {k: v.clone() for k, v in moments.items()} for i, moments in state.items()}
+            self.optimizer.load_state_dict({"state": state, "param_groups": own})
             if self.scaler and ckpt["scaler"]:
                 self.scaler.load_state_dict(ckpt["scaler"])
             self.iter, self.bad = ckpt["iter"], ckpt["bad_steps"]
@@ -569,7 +579,7 @@ class Run:
                    if k in ckpt["config"] and ckpt["config"][k] != v and k not in ("out_dir", "init_from", "eval_only")]
         if changed:
             self.say(f"options that are not the checkpoint's: {', '.join(changed)}")
-        if "tokens_per_iter" in " ".join(changed):
+        if any(x.startswith("tokens_per_iter ") for x in changed):
             self.say("the data order from here on is that of the new batch; some windows may come again before the epoch ends")
         return ckpt
 
@@ -611,13 +621,14 @@ class Run:
                 raise UserError(f"{self.folder}/log.jsonl: lacks training lines before iteration {self.iter}, where ckpt.pt "
                                 "continues; restore it, or --init_from=scratch to start over")
         self.base = read_log(config.baseline) if config.baseline else ({}, {})
+        self.last = steps.get(self.iter - 1)
         self.first, self.tokens = self.iter, steps[self.iter - 1]["tokens"] if self.iter else 0
         done = evals.get(self.iter)
         self.val_loss = done["val_loss"] if done else None
         if self.world.rank:
             return done
-        write_log(self.folder, {i: x for i, x in steps.items() if i < self.iter},
-                  {i: x for i, x in evals.items() if i <= self.iter})
+        write_log(self.folder, *all_relative(({i: x for i, x in steps.items() if i < self.iter},
+                                              {i: x for i, x in evals.items() if i <= self.iter}), self.base))
         self.log = open(os.path.join(self.folder, "log.jsonl"), "a", encoding="utf-8")
         self.boards = open_boards(config, self.iter)
         write_json(os.path.join(self.folder, "config.json"), {
@@ -653,7 +664,7 @@ class Run:
             longest = max(longest, self.bad)
             if bad:
                 line["skipped"] = True
-            relative(line, self.base[0])
+            self.last = line = relative(line, self.base)
             self.record(line)
         if self.world.rank == 0:
             self.log.flush()
@@ -705,11 +716,11 @@ class Run:
         val, seconds = losses.pop("val"), time.perf_counter() - began
         line = {"iter": self.iter, "val_loss": val, "val": losses,
                 "val_mean": None if None in losses.values() else statistics.fmean(losses.values()) if losses else val}
-        if self.model.value_mix is not None and not self.config.eval_only:
+        if self.model.value_mix is not None:
             line["value_mix"] = {n: {i: float(w) for i, w in row.items()} for n, row in self.model.value_mix().items()}
         if self.model.alpha is not None:
             line["alpha"] = self.model.alpha.tolist()
-        relative(line, self.base[1])
+        line = relative(line, self.base, self.last)
         self.val_loss, line["eval_s"] = val, seconds
         self.say(f"iter {self.iter}: val loss {show(val)}, mean over sources {show(line['val_mean'])}"
                  + (f", rel {line['rel_val_loss']:+.4f}" if "rel_val_loss" in line else "") + f" ({seconds:.1f} s)")
@@ -736,7 +747,8 @@ class Run:
         if self.world.group:
             from torch.nn.parallel import DistributedDataParallel
             ids = [self.device.index] if self.device.type == "cuda" else None
-            self.step_model = DistributedDataParallel(self.forward, device_ids=ids, gradient_as_bucket_view=True)
+            self.step_model = DistributedDataParallel(self.forward, device_ids=ids, gradient_as_bucket_view=True,
+                                                      broadcast_buffers=False)  # RoPE's tables, equal everywhere
         self.loader = Loader(self.data.train, config, self.world, self.micro_batch, self.micro_steps, self.device)
         self.clock = time.perf_counter()
 
@@ -842,11 +854,12 @@ def train_one(config, world, signals):
     data = open_data(config, world)
     if config.baseline and os.path.abspath(config.baseline) == os.path.abspath(config.out_dir):
         raise UserError(f"--baseline={config.baseline}: a run is no baseline of itself; give another run's folder")
-    if config.baseline and (os.path.exists(os.path.join(config.baseline, "config.json")) or not config.runs):
+    there = config.baseline and os.path.exists(os.path.join(config.baseline, "config.json"))
+    if config.baseline and not config.eval_only and (there or not config.runs):
         check_baseline(config, data, config.baseline)
     checked_model_config(config, config.vocab_size or data.vocab_size)
     micro_batches(config, world)
-    with prepare.locked(config.out_dir) if world.rank == 0 else contextlib.nullcontext():
+    with contextlib.nullcontext() if world.rank or config.eval_only else prepare.locked(config.out_dir):
         run = Run(config, data, world, signals)
         windows = data.train.windows(config.block_size)
         batch = config.tokens_per_iter // config.block_size
@@ -940,9 +953,13 @@ def summarize(config):
             print(f"not in the table: {path} is missing or not written by train.py", file=sys.stderr)
             continue
         if run.baseline:
-            with contextlib.suppress(OSError, KeyError, ValueError), \
-                    open(os.path.join(run.baseline, "config.json"), encoding="utf-8") as f:
-                same(json.load(f)["comparable"], facts["comparable"], run.baseline)
+            try:
+                with contextlib.suppress(OSError, KeyError, ValueError), \
+                        open(os.path.join(run.baseline, "config.json"), encoding="utf-8") as f:
+                    same(json.load(f)["comparable"], facts["comparable"], run.baseline)
+            except UserError as e:  # of a run that --runs did not pick, say
+                print(f"not in the table: {run.out_dir}: {e}", file=sys.stderr)
+                continue
             fill_relative(run.out_dir, run.baseline)
             steps, evals = read_log(run.out_dir)
         end, last = evals[facts["max_iters"]], sorted(steps)[-facts["rel_window"]:]
@@ -954,7 +971,7 @@ def summarize(config):
             "train_loss": statistics.fmean(known) if known else None,
             "val_loss": end["val_loss"], "val_mean": end["val_mean"], "val": end["val"],
             "tokens_per_s": statistics.median(s.get("tokens_per_s", 0) for s in steps.values())}
-        relative_steps = [i for i in sorted(steps) if "rel_loss" in steps[i]]
+        relative_steps = [i for i in sorted(steps) if run.baseline and "rel_loss" in steps[i]]
         if relative_steps:
             x, y = smooth(relative_steps, [steps[i]["rel_loss"] for i in relative_steps], facts["rel_window"])
             one["rel_loss"], one["rel_val_loss"] = float(y[-1]), end.get("rel_val_loss")
@@ -1021,8 +1038,9 @@ def train_list(config, world, signals):
         train_one(run, world, signals)
     if world.rank or config.eval_only:
         return
-    summary, curves = summarize(config)
-    write_json(os.path.join(config.out_dir, "summary.json"), summary)
+    with prepare.locked(config.out_dir, wait=True):  # others may have just trained the rest of the list
+        summary, curves = summarize(config)
+        write_json(os.path.join(config.out_dir, "summary.json"), summary)
     picture = os.path.join(config.out_dir, "relative_loss.png")
     plot.curves(picture, curves, x="iteration", y="loss - baseline's loss (nats per token)",
                 title=f"Relative training loss, moving average over {config.rel_window} iterations",
@@ -1043,6 +1061,9 @@ def join_group(config):
     if "RANK" not in os.environ:
         return World()
     import torch.distributed as dist
+    if config.device.partition(":")[2]:
+        raise UserError(f"--device={config.device}: under torchrun every process has a device of its own; give --device="
+                        f"{config.device.partition(':')[0]}, and choose cards with CUDA_VISIBLE_DEVICES")
     world = World(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"]), True)
     cuda = torch.cuda.is_available() and config.device in ("auto", "cuda")
     if cuda and world.local_rank >= torch.cuda.device_count():

@@ -100,7 +100,7 @@ def test_bool_in_any_case(words, value):
 
 
 @pytest.mark.parametrize("text, name, value", [
-    ("batch_size = 4", "batch_size", 4), ("learning_rate = 1", "learning_rate", 1.0),
+    ("batch_size = 4", "batch_size", 4), ("learning_rate = 1", "learning_rate", 1.0), ("\ufeffseed = 4", "seed", 4),
     ("value_lambda1 = None", "value_lambda1", None), ("value_lambda1 = 1", "value_lambda1", 1.0),
     ("decay_lr = False", "decay_lr", False), ("compile = True", "compile", True), ("compile = 'auto'", "compile", "auto"),
     ("dtype = 'float32'", "dtype", "float32"), ("value_source = 2", "value_source", 2), ("out_dir = 'é'", "out_dir", "é"),

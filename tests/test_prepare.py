@@ -717,6 +717,18 @@ def test_tokenizer_json(tmp_path):
         texts += [prepare.get_tokenizer(str(path)).decode_bytes(doc[:-1]).decode()
                   for doc in np.split(ids, np.flatnonzero(ids == 0) + 1)[:-1]]
     assert collections.Counter(texts) == bag(docs)
+    tokenizer.enable_truncation(8)  # as it may have been saved with
+    tokenizer.enable_padding(length=16, pad_id=7)
+    tokenizer.save(str(tmp_path / "cut.json"))
+    prep(tmp_path / "a.jsonl", tmp_path / "whole", tokenizer=str(tmp_path / "cut.json"))
+    for name in ("train.bin", "val.bin"):
+        assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "out" / name).read_bytes()
+    content = json.loads(path.read_text())
+    content["added_tokens"][0]["id"] = content["model"]["vocab"]["<|endoftext|>"] = 70_000
+    (tmp_path / "holes.json").write_text(json.dumps(content))
+    meta = prep(tmp_path / "a.jsonl", tmp_path / "holes", tokenizer=str(tmp_path / "holes.json"))
+    assert (meta["vocab_size"], meta["eot"], meta["dtype"]) == (70_001, 70_000, "uint32")
+    assert max(np.fromfile(tmp_path / "holes/train.bin", "<u4")) == 70_000
     for content in (path.read_bytes()[:-50], b"", b"{}"):
         (tmp_path / "bad.json").write_bytes(content)
         with pytest.raises(UserError, match=r"bad\.json"):
@@ -1070,6 +1082,14 @@ def test_parquet(tmp_path, meta):
     meta = prep(tmp_path / "binary.parquet", tmp_path / "binary", val_source=shard(tmp_path / "v.jsonl", some_docs()))
     assert set(bag(in_bin(tmp_path / "binary/train.bin"))) == {"café", "\ufffd"}
     assert meta["skipped"] == {"lone surrogates (replaced)": 20}
+    parquet.write_table(pyarrow.table({"content": ["a"] * 3}), tmp_path / "bad.parquet")
+    with pytest.raises(UserError, match=r"bad\.parquet: has the columns content and no text"):
+        prep(tmp_path / "bad.parquet", tmp_path / "out")
+    latin = pyarrow.Array.from_buffers(pyarrow.string(), 1, [None, pyarrow.py_buffer(b"\0\0\0\0\4\0\0\0"), pyarrow.py_buffer(
+        b"caf\xe9")])
+    parquet.write_table(pyarrow.table({"text": latin}), tmp_path / "bad.parquet")
+    with pytest.raises(UserError, match=r"bad\.parquet: not Parquet, cut or damaged"):
+        prep(tmp_path / "bad.parquet", tmp_path / "out")
     for content in (path.read_bytes()[:-100], b"no parquet at all", b""):
         (tmp_path / "bad.parquet").write_bytes(content)
         with pytest.raises(UserError, match=r"bad\.parquet"):
@@ -1110,6 +1130,31 @@ def test_the_default_out_dir_has_the_sources_name(tmp_path, monkeypatch):
     prep("in/", "")
     check_bins(tmp_path / "data" / "in", docs)
     assert prepare.Data("mine").fingerprint == prepare.Data("data/in").fingerprint
+    for name in ("corpus.v1", "corpus.v2", ".hidden"):
+        shard(tmp_path / name / "a.jsonl", docs)
+        prep(name, "")
+    assert sorted(p.name for p in (tmp_path / "data").iterdir()) == [".hidden", "corpus.v1", "corpus.v2", "in", "mine"]
+
+
+def test_a_file_system_without_locks(tmp_path, monkeypatch):
+    fcntl = pytest.importorskip("fcntl")
+
+    def flock(*_):
+        raise OSError(38, "Function not implemented")
+    monkeypatch.setattr(fcntl, "flock", flock)
+    prep(shard(tmp_path / "a.jsonl", docs := some_docs()), tmp_path / "out")
+    check_bins(tmp_path / "out", docs)
+
+
+def test_a_file_with_a_splits_name_hides_no_other_in_silence(tmp_path, capsys):
+    docs = some_docs()
+    for name in ("a", "b", "train_timetable"):
+        shard(tmp_path / "set" / f"{name}.jsonl", docs)
+    prep(tmp_path / "set", tmp_path / "out")
+    assert "a.jsonl and 1 more are not read, since others are named train_timetable.jsonl" in capsys.readouterr().out
+    prep(tmp_path / "set", tmp_path / "picked", data_files="a.jsonl")
+    check_bins(tmp_path / "picked", docs)
+    assert "not read" not in capsys.readouterr().out
 
 
 def test_the_out_dir_is_a_file(tmp_path):

@@ -30,8 +30,9 @@ def blocks(kind):
     return re.findall(rf"```{kind}\n(.*?)```", README, flags=re.S)
 
 
-LOOP = "#", "i=0", "for ", "    export ", "done"  # lines around a command
-COMMANDS = [line.removesuffix(" &").replace("$name", "vanilla,identity,learnable,sparse").strip()
+LOOP = "#", "i=0", "for ", "    i=", "done"  # lines around a command
+COMMANDS = [line.removesuffix(" &").replace("$name", "vanilla,identity,learnable,sparse").strip().removeprefix(
+            "CUDA_VISIBLE_DEVICES=$i ")
             for block in blocks("bash") for line in block.splitlines() if not line.startswith(LOOP)]
 
 

@@ -174,7 +174,8 @@ def test_start_from_a_file(text, prompts):
 
 
 @pytest.mark.parametrize("content,lines", [("a\nbb", ["a", "bb"]), ("a\r\nbb\r\n", ["a", "bb"]), ("a\n\nbb\n", ["a", "", "bb"]),
-                                           ("one", ["one"]), ("a\x0cb\u2028c\nd\n", ["a\x0cb\u2028c", "d"])])
+                                           ("one", ["one"]), ("\ufeffa\nbb", ["a", "bb"]),
+                                           ("a\x0cb\u2028c\nd\n", ["a\x0cb\u2028c", "d"])])
 def test_one_prompt_per_line(text, prompts, content, lines):
     Path("prompts.txt").write_bytes(content.encode())
     text("--start=LINES:prompts.txt")

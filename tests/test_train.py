@@ -363,8 +363,8 @@ def test_batch_is_printed(data, capsys):
     assert "128 tokens" in line and "4 micro-steps" in line and "2 windows" in line
 
 
-@pytest.mark.parametrize("wrong", ["--batch_size=3", "--tokens_per_iter=100", "--batch_size=0", "--max_iters=0",
-                                   "--eval_interval=0", "--learning_rate=-1", "--dropout=1", "--n_head=3",
+@pytest.mark.parametrize("wrong", ["--batch_size=3", "--tokens_per_iter=100", "--batch_size=0", "--block_size=0",
+                                   "--max_iters=0", "--eval_interval=0", "--learning_rate=-1", "--dropout=1", "--n_head=3",
                                    "--device=cuda:99", "--device=nonsense", "--dtype=float16", "--seeds=1,2",
                                    "--value_residual=True --shared_value=True", "--value_mix=learnable", "--n_layer=0"])
 def test_nonsense_is_refused_in_one_line_and_nothing_is_written(data, capsys, wrong):
@@ -1270,6 +1270,88 @@ def test_a_baseline_may_come_later_in_the_list(runs):
     text = '{"sv": {"shared_value": True, "baseline": "res"}, "res": {"value_residual": True}}'
     assert go(*runs(text)) == 0
     assert_relative("sweep/sv", "sweep/res")
+
+
+def test_differences_are_to_the_present_baseline(runs, data):
+    """Where a list names another one later, or another run comes first, or one run is continued with another."""
+    text = '{{"vanilla": {{}}, "res": {{"value_residual": True}}, "sv": {{"shared_value": True{}}}}}'
+    assert go(*runs(text.format(""))) == 0
+    assert_relative("sweep/sv", "sweep/vanilla")
+    assert go(*runs(text.format(', "baseline": "res"'))) == 0
+    assert_relative("sweep/sv", "sweep/res")
+    ends = {name: log(f"sweep/{name}")[1][-1]["val_loss"] for name in ("vanilla", "res", "sv")}
+    summary = json.loads(Path("sweep/summary.json").read_text())
+    assert summary["sv"]["rel_val_loss"]["mean"] == pytest.approx(ends["sv"] - ends["res"])
+    assert go(*runs('{"res": {"value_residual": True}, "vanilla": {}, "sv": {"shared_value": True}}')) == 0
+    summary = json.loads(Path("sweep/summary.json").read_text())
+    assert "rel_val_loss" not in summary["res"] and "rel_loss" not in summary["res"]
+    assert summary["vanilla"]["rel_val_loss"]["mean"] == pytest.approx(ends["vanilla"] - ends["res"])
+    args = [f"--data={data}", *MOVES, "--rel_window=2", "--out_dir=o"]
+    assert go(*args, "--baseline=sweep/vanilla", "--max_iters=2") == 0
+    assert go(*args, "--baseline=sweep/res") == 0
+    assert_relative("o", "sweep/res")
+    shutil.rmtree("sweep/res")  # gone: what was measured against it stays
+    before = Path("sweep/sv/log.jsonl").read_text()
+    assert go(*runs('{"res": {"value_residual": True}, "sv": {"shared_value": True}}'), "--runs=sv") == 0
+    assert Path("sweep/sv/log.jsonl").read_text() == before
+
+
+def test_a_run_that_was_not_picked_costs_no_table(runs, capsys):
+    """It was trained to the end of another schedule, which its baseline has left."""
+    args = [a for a in runs(THREE) if "lr_decay_iters" not in a]
+    assert go(*args, "--max_iters=2") == 0
+    capsys.readouterr()
+    assert go(*args, "--runs=vanilla,res", "--max_iters=4") == 0
+    assert "not in the table: sweep/same: baseline" in capsys.readouterr().err
+    assert set(json.loads(Path("sweep/summary.json").read_text())) == {"vanilla", "res"}
+
+
+def test_an_evaluation_has_no_difference_to_another_schedules(data):
+    """As a training line: the baseline was continued from a shorter cosine, so that iterations 1 to 3 had other rates."""
+    args = [f"--data={data}", *[a for a in MOVES if "lr_decay_iters" not in a], "--eval_interval=2"]
+    assert go(*args, "--out_dir=base", "--max_iters=4") == go(*args, "--out_dir=base", "--max_iters=8") == 0
+    assert go(*args, "--out_dir=o", "--max_iters=8", "--baseline=base") == 0
+    steps, evals = log("o")
+    alike = [i for i, (x, y) in enumerate(zip(steps, log("base")[0])) if x["lr"] == y["lr"]]
+    assert [x["iter"] for x in steps if "rel_loss" in x] == alike and 3 not in alike
+    assert [x["iter"] for x in evals if "rel_val_loss" in x] == [0, *(i for i in (2, 4, 6, 8) if i - 1 in alike)]
+
+
+def test_a_list_is_evaluated_with_other_windows_and_beside_a_writer(runs):
+    """Nothing is compared or written then."""
+    args = runs('{"vanilla": {}, "res": {"value_residual": True}}')
+    assert go(*args) == 0
+    with prepare.locked("sweep/res"):
+        assert go(*args, "--eval_only=True", "--eval_iters=5") == 0
+
+
+def test_a_resumed_run_lets_go_of_its_checkpoint(data, monkeypatch):
+    """The moments are no part of the file, which the next save replaces."""
+    interrupted(data, monkeypatch)
+    true, maps = train.Run.train, []
+
+    def spy(self):
+        maps.append(Path("/proc/self/maps").read_text())
+        return true(self)
+    monkeypatch.setattr(train.Run, "train", spy)
+    if not os.path.exists("/proc/self/maps"):
+        pytest.skip("needs Linux")
+    assert go(f"--data={data}", "--max_iters=6", "--out_dir=o", *MOVES) == 0
+    assert len(maps) == 1 and "ckpt.pt" not in maps[0]
+
+
+def test_a_limit_that_changes_no_batch_changes_no_order(data, monkeypatch, capsys):
+    interrupted(data, monkeypatch)
+    assert go(f"--data={data}", "--max_iters=6", "--out_dir=o", *MOVES, "--max_tokens_per_iter=1000000") == 0
+    out = capsys.readouterr().out
+    assert "max_tokens_per_iter 0 -> 1000000" in out and "the data order" not in out
+
+
+def test_a_numbered_device_is_for_one_process(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "0")
+    with pytest.raises(train.UserError, match="--device=cuda:0: under torchrun"):
+        train.join_group(train.Config(device="cuda:0"))
 
 
 def test_seeds_repeat_the_runs_in_pairs(runs, capsys):
