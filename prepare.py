@@ -207,6 +207,15 @@ def walk(folder, unreadable=refuse):
             yield path, sorted(names)
 
 
+def shards(source, patterns=""):
+    """The files of a file or folder that may be shards and match patterns, sorted by name."""
+    files = [source] if os.path.isfile(source) else sorted(
+        os.path.join(folder, name) for folder, names in walk(source) for name in names
+        if name.endswith(SUFFIXES) and not name.startswith("."))
+    return [p for p in files if not patterns or any(
+        fnmatch.fnmatch(os.path.relpath(p, source), pattern.strip()) for pattern in patterns.split(","))]
+
+
 def find_files(source, patterns="", besides=""):
     """
     The files of a file or folder, sorted by name, those that match patterns, without those of the source `besides`. Where some
@@ -218,14 +227,7 @@ def find_files(source, patterns="", besides=""):
         source, _, split = source.rpartition(":")
     if not os.path.exists(source):
         raise UserError(f"source {source!r}: no such file or folder, and neither 'builtin' nor a hub set as owner/name")
-    if os.path.isfile(source):
-        files = [source]
-    else:
-        files = sorted(os.path.join(folder, name) for folder, names in walk(source) for name in names
-                       if name.endswith(SUFFIXES) and not name.startswith("."))
-    if patterns:
-        files = [p for p in files if any(fnmatch.fnmatch(os.path.relpath(p, source), pattern.strip())
-                                         for pattern in patterns.split(","))]
+    files = shards(source, patterns)
     if not os.path.isfile(source):
         named = [p for p in files if (m := SPLIT.match(os.path.basename(p))) and m[1] == split]
         files = named if named or split != "train" else files
@@ -346,8 +348,8 @@ def read_parquet(f, path, bar):
         table = pyarrow.parquet.ParquetFile(f)
         columns = [c for c in table.schema_arrow.names if c in ("text", "meta", "source")]
         if "text" not in columns:
-            raise BadShard(f"{path}: has the columns {', '.join(table.schema_arrow.names[:8]) or '(none)'} and no text; rename "
-                           "the one with documents")
+            yield "json", as_line({}), f"{path} (columns {', '.join(table.schema_arrow.names[:8])})", True  # counted once
+            return
         for group in range(table.num_row_groups):
             for part in table.iter_batches(batch_size=256, row_groups=[group], columns=columns):
                 for record in part.to_pylist():
@@ -635,7 +637,13 @@ def locked(folder, wait=False):
     with f:
         try:
             import fcntl
-            fcntl.flock(f, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            try:
+                fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if not wait:
+                    raise
+                print(f"waiting for another process that writes to {folder} ...", flush=True)
+                fcntl.flock(f, fcntl.LOCK_EX)
         except ImportError:
             pass  # Windows: no lock, one process at a time is up to the user
         except BlockingIOError:
@@ -807,11 +815,12 @@ def prepare(config):
             open_hub(source, patterns)
         elif source not in ("", "builtin"):
             files = find_files(source, patterns, besides)
-            rest = [] if patterns or os.path.isfile(source) else [
-                name for _, names in walk(source) for name in names if name.endswith(SUFFIXES) and not SPLIT.match(name)]
-            if rest and SPLIT.match(os.path.basename(files[0])):
-                print(f"note: {source}: {rest[0]} and {len(rest) - 1} more are not read, since others are named "
-                      f"{os.path.basename(files[0])}, as a split's shards; rename those, or pick files with --data_files")
+            others = {os.path.realpath(p) for p in (shards(besides) if besides and not is_hub(besides) else [])}
+            rest = [p for p in shards(source, patterns) if p not in files and os.path.realpath(p) not in others
+                    and not SPLIT.match(os.path.basename(p))]
+            if rest:
+                print(f"note: {source}: {os.path.basename(rest[0])} and {len(rest) - 1} more are not read, since others are "
+                      f"named {os.path.basename(files[0])}, as a split's shards; rename those, or pick the rest with --data_files")
     if config.source == "builtin":
         root, files = builtin_files()
         digest = hashlib.sha256()

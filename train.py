@@ -429,14 +429,22 @@ def relative(line, base, before=None):
 
 
 def all_relative(log, base):
-    """relative of every line of a log, as read_log returns it."""
-    return tuple({i: relative(x, base, log[0].get(i - 1)) for i, x in of.items()} for of in log)
+    """
+    relative of every line of a log, as read_log returns it. Differences to lines that the baseline lacks (it may have begun
+    again, or be gone) stay as they are, where no other one says that they were to another baseline.
+    """
+    def difference(line):
+        return {k: line[k] for k in ("rel_loss", "rel_val_loss") if k in line}
+    new = tuple({i: relative(x, base, log[0].get(i - 1)) for i, x in of.items()} for of in log)
+    if all(difference(x) in ({}, difference(new[j][i])) for j, of in enumerate(log) for i, x in of.items() if i in base[j]):
+        new = tuple({i: new[j][i] if i in base[j] else x for i, x in of.items()} for j, of in enumerate(log))
+    return new
 
 
 def fill_relative(folder, baseline):
     """Makes the logged differences those to this baseline, which may not have been finished while the run went on."""
-    log, base = read_log(folder), read_log(baseline)
-    if any(base) and (filled := all_relative(log, base)) != log:
+    log = read_log(folder)
+    if (filled := all_relative(log, read_log(baseline))) != log:
         write_log(folder, *filled)
 
 
@@ -960,8 +968,9 @@ def summarize(config):
             except UserError as e:  # of a run that --runs did not pick, say
                 print(f"not in the table: {run.out_dir}: {e}", file=sys.stderr)
                 continue
-            fill_relative(run.out_dir, run.baseline)
-            steps, evals = read_log(run.out_dir)
+            steps, evals = all_relative((steps, evals), read_log(run.baseline))
+            with contextlib.suppress(UserError), prepare.locked(run.out_dir):  # not while another process writes there
+                fill_relative(run.out_dir, run.baseline)
         end, last = evals[facts["max_iters"]], sorted(steps)[-facts["rel_window"]:]
         row = summary.setdefault(name, {
             "baseline": os.path.relpath(run.baseline, config.out_dir).split(os.sep)[0] if run.baseline else None,
@@ -1041,10 +1050,10 @@ def train_list(config, world, signals):
     with prepare.locked(config.out_dir, wait=True):  # others may have just trained the rest of the list
         summary, curves = summarize(config)
         write_json(os.path.join(config.out_dir, "summary.json"), summary)
-    picture = os.path.join(config.out_dir, "relative_loss.png")
-    plot.curves(picture, curves, x="iteration", y="loss - baseline's loss (nats per token)",
-                title=f"Relative training loss, moving average over {config.rel_window} iterations",
-                caption="Below zero: the system is ahead of its baseline on the same batches.")
+        picture = os.path.join(config.out_dir, "relative_loss.png")
+        plot.curves(picture, curves, x="iteration", y="loss - baseline's loss (nats per token)",
+                    title=f"Relative training loss, moving average over {config.rel_window} iterations",
+                    caption="Below zero: the system is ahead of its baseline on the same batches.")
     if config.sample_tokens:
         for name, seed, run in planned:
             if seed is None or run.seed == int(config.seeds.split(",")[0]):

@@ -1082,9 +1082,12 @@ def test_parquet(tmp_path, meta):
     meta = prep(tmp_path / "binary.parquet", tmp_path / "binary", val_source=shard(tmp_path / "v.jsonl", some_docs()))
     assert set(bag(in_bin(tmp_path / "binary/train.bin"))) == {"café", "\ufffd"}
     assert meta["skipped"] == {"lone surrogates (replaced)": 20}
-    parquet.write_table(pyarrow.table({"content": ["a"] * 3}), tmp_path / "bad.parquet")
-    with pytest.raises(UserError, match=r"bad\.parquet: has the columns content and no text"):
-        prep(tmp_path / "bad.parquet", tmp_path / "out")
+    (tmp_path / "two").mkdir()
+    shutil.copy(path, tmp_path / "two/a.parquet")
+    parquet.write_table(pyarrow.table({"content": ["a"] * 3}), tmp_path / "two/index.parquet")  # not read, row by row
+    meta = prep(tmp_path / "two", tmp_path / "beside")
+    assert meta["skipped"] == {'no field "text"': 1}
+    check_bins(tmp_path / "beside", docs)
     latin = pyarrow.Array.from_buffers(pyarrow.string(), 1, [None, pyarrow.py_buffer(b"\0\0\0\0\4\0\0\0"), pyarrow.py_buffer(
         b"caf\xe9")])
     parquet.write_table(pyarrow.table({"text": latin}), tmp_path / "bad.parquet")
@@ -1152,8 +1155,12 @@ def test_a_file_with_a_splits_name_hides_no_other_in_silence(tmp_path, capsys):
         shard(tmp_path / "set" / f"{name}.jsonl", docs)
     prep(tmp_path / "set", tmp_path / "out")
     assert "a.jsonl and 1 more are not read, since others are named train_timetable.jsonl" in capsys.readouterr().out
+    prep(tmp_path / "set", tmp_path / "both", data_files="a.jsonl,train*")
+    assert "a.jsonl and 0 more are not read" in capsys.readouterr().out
     prep(tmp_path / "set", tmp_path / "picked", data_files="a.jsonl")
     check_bins(tmp_path / "picked", docs)
+    (tmp_path / "set/a.jsonl").rename(tmp_path / "set/.a.jsonl")
+    prep(tmp_path / "set", tmp_path / "held", val_source=str(tmp_path / "set/b.jsonl"))
     assert "not read" not in capsys.readouterr().out
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -1292,8 +1293,34 @@ def test_differences_are_to_the_present_baseline(runs, data):
     assert_relative("o", "sweep/res")
     shutil.rmtree("sweep/res")  # gone: what was measured against it stays
     before = Path("sweep/sv/log.jsonl").read_text()
-    assert go(*runs('{"res": {"value_residual": True}, "sv": {"shared_value": True}}'), "--runs=sv") == 0
+    two = runs('{"res": {"value_residual": True}, "sv": {"shared_value": True}}')
+    assert go(*two, "--runs=sv") == 0
     assert Path("sweep/sv/log.jsonl").read_text() == before
+    assert go(*two, "--runs=sv", "--max_iters=6") == 0  # nor does more training take it away
+    assert [x["iter"] for x in log("sweep/sv")[0] if "rel_loss" in x] == list(range(4))
+
+
+def test_a_baseline_that_begins_again_takes_no_difference_away(runs):
+    args = runs('{"vanilla": {}, "res": {"value_residual": True}}')
+    assert go(*args) == 0
+    before = Path("sweep/res/log.jsonl").read_text()
+    file = Path("sweep/vanilla/log.jsonl")
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[:2]))
+    assert go(*args, "--runs=res") == 0
+    assert Path("sweep/res/log.jsonl").read_text() == before
+    assert json.loads(Path("sweep/summary.json").read_text())["res"]["rel_val_loss"]["n"] == 1
+
+
+def test_a_table_changes_no_log_that_another_process_writes(runs, monkeypatch):
+    """The summary has the differences all the same."""
+    args = runs('{"vanilla": {}, "res": {"value_residual": True}}')
+    assert go(*args, "--runs=res") == go(*args, "--runs=vanilla") == 0
+    file = Path("sweep/res/log.jsonl")
+    file.write_text(re.sub(r', "rel_\w+": [-.e0-9]+', "", file.read_text()))
+    before = file.read_text()
+    with prepare.locked("sweep/res"):
+        summary, _ = train.summarize(train.configure(train.Config, [*TINY, *args]))
+    assert file.read_text() == before and "rel_val_loss" in summary["res"]
 
 
 def test_a_run_that_was_not_picked_costs_no_table(runs, capsys):
