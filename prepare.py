@@ -820,7 +820,7 @@ def prepare(config):
                     and not SPLIT.match(os.path.basename(p))]
             if rest:
                 print(f"note: {source}: {os.path.basename(rest[0])} and {len(rest) - 1} more are not read, since others are "
-                      f"named {os.path.basename(files[0])}, as a split's shards; rename those, or pick the rest with --data_files")
+                      f"named {os.path.basename(files[0])}, as a split's shards; rename those, or pick some with --data_files")
     if config.source == "builtin":
         root, files = builtin_files()
         digest = hashlib.sha256()
