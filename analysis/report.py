@@ -586,8 +586,9 @@ def ablations(records):
     return compared(
         records, "ablations", "Ablations", several, {"paper": lambda arm, s, x: number(PAPER_ABLATIONS.get(s) or None, "+.3f")},
         ["The paper's differences are at 20B tokens, all but identity's from summaries of its v5. lambda_X is λ1 = X and "
-         "constant λ1 = 2, in all layers; layers_A-B is λ1 = 5 in these and sparse in 6-8. Differences of one seed and of "
-         "several stand in one order: by the seed that both have, neighbours may be the other way round.",
+         "constant λ1 = 2, in all layers; layers_A-B is λ1 = 5 in these and sparse in 6-8; values_xN is N V_n, without V_1. "
+         "Differences of one seed and of several stand in one order: by the seed that both have, neighbours may be the other "
+         "way round.",
          *["These runs end above longer ones of tokens/ when those had seen as many tokens, before their decay ("
            + ", ".join(f"{s} {x:+.3f}" for s, x in late.items()) + "): a part of the differences is the short schedule's."]
          * bool(late)], panels, "Below zero: ahead of vanilla")
