@@ -815,9 +815,11 @@ def prepare(config):
             open_hub(source, patterns)
         elif source not in ("", "builtin"):
             files = find_files(source, patterns, besides)
-            others = {os.path.realpath(p) for p in (shards(besides) if besides and not is_hub(besides) else [])}
-            rest = [p for p in shards(source, patterns) if p not in files and os.path.realpath(p) not in others
-                    and not SPLIT.match(os.path.basename(p))]
+            rest = []
+            if os.path.isdir(source) and SPLIT.match(os.path.basename(files[0])):
+                used = set(map(os.path.realpath, [*files, *(find_files(besides) if besides and not is_hub(besides) else [])]))
+                rest = [p for p in shards(source, patterns)
+                        if os.path.realpath(p) not in used and not SPLIT.match(os.path.basename(p))]
             if rest:
                 print(f"note: {source}: {os.path.basename(rest[0])} and {len(rest) - 1} more are not read, since others are "
                       f"named {os.path.basename(files[0])}, as a split's shards; rename those, or pick some with --data_files")

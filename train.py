@@ -968,9 +968,10 @@ def summarize(config):
             except UserError as e:  # of a run that --runs did not pick, say
                 print(f"not in the table: {run.out_dir}: {e}", file=sys.stderr)
                 continue
-            steps, evals = all_relative((steps, evals), read_log(run.baseline))
-            with contextlib.suppress(UserError), prepare.locked(run.out_dir):  # not while another process writes there
-                fill_relative(run.out_dir, run.baseline)
+            if (filled := all_relative((steps, evals), read_log(run.baseline))) != (steps, evals):
+                with contextlib.suppress(UserError), prepare.locked(run.out_dir):  # not while another process writes there
+                    fill_relative(run.out_dir, run.baseline)
+            steps, evals = filled
         end, last = evals[facts["max_iters"]], sorted(steps)[-facts["rel_window"]:]
         row = summary.setdefault(name, {
             "baseline": os.path.relpath(run.baseline, config.out_dir).split(os.sep)[0] if run.baseline else None,

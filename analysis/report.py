@@ -216,9 +216,11 @@ def paired_throughout(records, system):
     {budget: {seed: (the system's Point, vanilla's)}} of the seeds that both have at every budget that both have: with others a
     curve would bend where another seed begins.
     """
-    found = {t: pairs for t in records.curve.budgets(system) if system != "vanilla" and (pairs := {
-        seed: (p, base[seed]) for base in [records.curve.at("vanilla", t)]
-        for seed, p in records.curve.at(system, t).items() if seed in base})}
+    found = {}
+    for t in records.curve.budgets(system) if system != "vanilla" else ():
+        own, base = (records.curve.at(s, t) for s in (system, "vanilla"))
+        if both := own.keys() & base.keys():
+            found[t] = {seed: (own[seed], base[seed]) for seed in both}
     seeds = set.intersection(*map(set, found.values())) if found else ()
     if found and not seeds:
         records.skip(f"tokens/*/{system}", f"in no curve: no seed with vanilla's at each of {', '.join(map(billions, found))}")
@@ -686,7 +688,7 @@ def rates(records):
             if (own := lowest(of, some, seeds)) and (base := lowest(vanilla, some, seeds)):
                 best[system] = own if system == "vanilla" else {
                     **own, "vanilla": base, "lacks": [arm for arm in some if arm not in of],
-                    "difference": difference(of[own["rate"]], {s: vanilla[base["rate"]][s] for s in seeds})}
+                    "difference": difference(of[own["rate"]], vanilla[base["rate"]])}
         return best
     strong, plain = ([arm for arm in arms if bool(stronger[arm]) == pick] for pick in (True, False))
     best, best_stronger, best_plain = (best_of(some) if some else {} for some in (arms, strong, plain if strong else ()))
@@ -735,8 +737,8 @@ def main():
     claimed += markdown(head, rows) if (rows := [row for row in verdicts if row[2]]) else "None of them was measured here."
     if (missing := [row[0] for row in verdicts if not row[2]]) and rows:
         claimed += "\n\nNot measured here: " + "; ".join(missing) + "."
-    folder, called = config.out_dir or paths[0], os.path.relpath(os.path.realpath(paths[0]), REPO)
-    called = os.path.basename(called) if called.startswith("..") else called
+    folder, real = config.out_dir or paths[0], os.path.realpath(paths[0])
+    called = os.path.relpath(real, REPO) if real.startswith(REPO + os.sep) else os.path.basename(real)
     os.makedirs(folder, exist_ok=True)
     parts = ["# Report", f"Written by `python -m analysis.report {called}/` from the records beside it.",
              "## What reproduces", "Made from the tables below. The rule of each verdict: analysis/claims.py.", claimed, LEGEND]
