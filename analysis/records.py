@@ -304,7 +304,8 @@ def noise(differences):
     {"std", "df"} of a paired difference from seed to seed; None without a system of two pairs. The std is pooled over systems,
     the degrees of freedom are those of one: differences to the same runs of a baseline go up and down together.
     """
-    several = [list(d["seeds"].values()) for d in differences if d and len(d["seeds"]) > 1]
+    several = dict.fromkeys(  # the copies of a run in two folders count once
+        tuple(d["seeds"].values()) for d in differences if d and len(d["seeds"]) > 1)
     pooled = sum((len(v) - 1) * statistics.variance(v) for v in several)
     return {"std": math.sqrt(pooled / sum(len(v) - 1 for v in several)), "df": max(map(len, several)) - 1} if several else None
 

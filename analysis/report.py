@@ -520,11 +520,14 @@ def compared(records, folder, title, arm="", more=None, notes=(), panels=(), cap
     sd = noise(x["difference"] for of in arms.values() for x in of["systems"].values())
     several = [name for name, of in arms.items() if noise(x["difference"] for x in of["systems"].values())]
     where = f"{folder}/" if len(several) == len(arms) else ", ".join(f"{folder}/{name}".rstrip("/") + "/" for name in several)
+    others = {str(x): x for pool in pools.values() if (x := records.noise_for(pool))}  # what the claims take without one here
+    said = noise_said(sd, where) if sd or not others else "No system here has two paired seeds. " + " ".join(
+        noise_said(x, "other folders") for x in others.values())
     return Section(
         title, origin(f"{folder}/", [run for pool in pools.values() for run in pool.runs()]),
         {"arms": arms, "noise": sd, **(extra or {})},
         [*[arm] * bool(arm), "system", "tokens", "mean over sources", "difference [95 %]", "seeds", *(more or {})], rows,
-        [*notes, "A mean is over a system's own seeds, a difference over those of its pairs. " + noise_said(sd, where)],
+        [*notes, "A mean is over a system's own seeds, a difference over those of its pairs. " + said],
         list(panels), caption)
 
 

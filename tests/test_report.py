@@ -738,9 +738,17 @@ def test_noise_is_that_of_like_runs(make):
     write_pool(make.root / "ablations", {"identity": -0.03}, seeds=tuple(NOISE))
     # noise takes one difference 4.30 x 0.0015 = 0.0066 from 0, the difference of two 0.0093
     assert got() == ["holds partly"] * 4
+    part = (make.root / "report.md").read_text().partition("## Loss against KV cache")[2].partition("\n## ")[0]
+    assert "No system here has two paired seeds. From seed to seed a difference to vanilla in other folders has" in part
+    assert f"deviation of {np.std(list(NOISE.values()), ddof=1):.4f} (" in part
     shutil.rmtree(make.root / "lengths/slower")
     write_pool(make.root / "lengths/slower", {"svformer": -0.058}, seeds=(1337,), block_size=2048, **slower)
     assert got() == ["holds partly", "not testable at this budget", "holds partly", "holds partly"]
+
+
+def test_copies_count_once_in_the_noise():
+    one, other = ({"seeds": dict(zip((1337, 1338, 1339), of))} for of in ([0.0, 0.1, 0.2], [0.0, 0.0, 0.3]))
+    assert records.noise([one, dict(one), other]) == records.noise([one, other]) != records.noise([one])
 
 
 def test_lengths(make):
