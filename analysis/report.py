@@ -505,6 +505,18 @@ def facts(pool):
             "systems": {s: systems[s] for s in lowest}}
 
 
+def short_schedules(records, pools):
+    """A note for every budget of tokens/ among the pools', where the runs end above longer ones on their way."""
+    late = {}  # {budget: {system: how far}}
+    for pool in pools.values():
+        if (budget := pool.said()) == records.curve.said(pool.tokens):
+            for system in pool.systems(pool.tokens):
+                late.setdefault(budget, {}).update(hurried(records.curve, system, pool.tokens))
+    return [f"In tokens/ the runs of {budget} end above the longer ones when those had seen as many, before their decay ("
+            + ", ".join(f"{s} {x:+.3f}" for s, x in of.items()) + "): a part of the differences is the short schedule's."
+            for budget, of in late.items() if of]
+
+
 def compared(records, folder, title, arm="", more=None, notes=(), panels=(), caption="", extra=None):
     """
     The Section of a folder of pools: a table of every system's loss and difference to vanilla, pool by pool. arm: the name of
@@ -522,12 +534,13 @@ def compared(records, folder, title, arm="", more=None, notes=(), panels=(), cap
     where = f"{folder}/" if len(several) == len(arms) else ", ".join(f"{folder}/{name}".rstrip("/") + "/" for name in several)
     others = {str(x): x for pool in pools.values() if (x := records.noise_for(pool))}  # what the claims take without one here
     said = noise_said(sd, where) if sd or not others else "No system here has two paired seeds. " + " ".join(
-        noise_said(x, "other folders") for x in others.values())
+        noise_said(x, "other folders, with as many tokens at any length,") for x in others.values())
     return Section(
         title, origin(f"{folder}/", [run for pool in pools.values() for run in pool.runs()]),
         {"arms": arms, "noise": sd, **(extra or {})},
         [*[arm] * bool(arm), "system", "tokens", "mean over sources", "difference [95 %]", "seeds", *(more or {})], rows,
-        [*notes, "A mean is over a system's own seeds, a difference over those of its pairs. " + said],
+        [*notes, *short_schedules(records, pools),
+         "A mean is over a system's own seeds, a difference over those of its pairs. " + said],
         list(panels), caption)
 
 
@@ -580,23 +593,17 @@ def ablations(records):
     """Differences to vanilla of everything that the paper varies."""
     if not (pools := records.pools.get("ablations")):
         return None
-    panels, late = [], {}
+    panels = []
     for arm, pool in pools.items():
         known = {s: x["difference"] for s, x in facts(pool)["systems"].items() if x["difference"]}
         panels += [whiskers(known, arm)] if known else []
-        if records.curve.said(pool.tokens) == pool.said():
-            for s in pool.systems(pool.tokens):
-                late |= hurried(records.curve, s, pool.tokens)
     several = "budget" if set(pools) != {""} else ""
     return compared(
         records, "ablations", "Ablations", several, {"paper": lambda arm, s, x: number(PAPER_ABLATIONS.get(s) or None, "+.3f")},
         ["The paper's differences are at 20B tokens, all but identity's from summaries of its v5. lambda_X is λ1 = X and "
          "constant λ1 = 2, in all layers; layers_A-B is λ1 = 5 in these and sparse in 6-8; values_xN is N V_n, without V_1. "
          "Differences of one seed and of several stand in one order: by the seed that both have, neighbours may be the other "
-         "way round.",
-         *["These runs end above longer ones of tokens/ when those had seen as many tokens, before their decay ("
-           + ", ".join(f"{s} {x:+.3f}" for s, x in late.items()) + "): a part of the differences is the short schedule's."]
-         * bool(late)], panels, "Below zero: ahead of vanilla")
+         "way round."], panels, "Below zero: ahead of vanilla")
 
 
 def kv(records):

@@ -32,7 +32,7 @@ runs = {
     "constant": {"value_residual": True, "value_mix": "constant"},
     "lambda_3": {"value_residual": True, "value_mix": "constant", "value_lambda1": 3.0},
     "lambda_5": {"value_residual": True, "value_mix": "constant", "value_lambda1": 5.0},
-    # V_n alone, as much larger as the sums of λ1 = 1 and 5: a control that the paper lacks
+    # V_n alone, as large as the sums of λ1 = 1 and 5 can be: a control that the paper lacks
     "values_x2": {"value_residual": True, "value_mix": "constant", "value_lambda1": 0.0, "value_lambda2": 2.0},
     "values_x6": {"value_residual": True, "value_mix": "constant", "value_lambda1": 0.0, "value_lambda2": 6.0},
     # 5 V_1 + V_n in some layers; lambda_5 is 2-8

@@ -594,6 +594,23 @@ def test_hurried_schedules_say_nothing_of_tokens(make):
     assert "; the shorter runs' schedule is too short" in text and verdicts(content)[claim] == "not testable at this budget"
 
 
+def test_short_schedules_are_told_beside_what_has_them(make):
+    write_family(make.root, {"identity": -0.1})
+    write_tokens(make.root, {"identity": lambda tokens: -0.1}, budgets=(20, 40))
+    for system, early in (("vanilla", vanilla_loss(20 * PER_ITER) - 0.25), ("identity", vanilla_loss(20 * PER_ITER) + 9)):
+        log = make.root / f"tokens/40/{system}/seed1337/log.jsonl"
+        line = {"iter": 20, "val_loss": early, "val": dict.fromkeys(SOURCES, early), "val_mean": early}
+        log.write_text(json.dumps(line) + "\n" + log.read_text())
+    write_pool(make.root / "kv/2048", {"svformer": 0.0, "identity": 0.0}, block_size=2048)
+    write_pool(make.root / "kv/8192", {"svformer": 0.0}, block_size=8192, iters=30)  # a budget that tokens/ lacks
+    write_pool(make.root / "sizes/20M", {"identity": 0.0}, iters=30)
+    text = make()[1]
+    note = ("In tokens/ the runs of 2e-05B tokens in 20 iterations end above the longer ones when those had seen as many, "
+            "before their decay (vanilla +0.250): a part")
+    assert text.count(note) == 1 == text.count("a part of the differences is the short")
+    assert note in text.partition("## Loss against KV cache")[2].partition("\n## ")[0]
+
+
 def write_pool(folder, deltas, seeds=(1337, 1338), base=4.0, iters=20, of=lambda system: {}, **settings):
     """SYSTEM/seedSEED/ of vanilla at the loss `base` and of systems at their distance to it; of(system): more for write_run."""
     for seed in seeds:
@@ -739,7 +756,7 @@ def test_noise_is_that_of_like_runs(make):
     # noise takes one difference 4.30 x 0.0015 = 0.0066 from 0, the difference of two 0.0093
     assert got() == ["holds partly"] * 4
     part = (make.root / "report.md").read_text().partition("## Loss against KV cache")[2].partition("\n## ")[0]
-    assert "No system here has two paired seeds. From seed to seed a difference to vanilla in other folders has" in part
+    assert "two paired seeds. From seed to seed a difference to vanilla in other folders, with as many tokens" in part
     assert f"deviation of {np.std(list(NOISE.values()), ddof=1):.4f} (" in part
     shutil.rmtree(make.root / "lengths/slower")
     write_pool(make.root / "lengths/slower", {"svformer": -0.058}, seeds=(1337,), block_size=2048, **slower)
