@@ -243,13 +243,17 @@ def test_ablations_told_are_the_measured_ones():
         report = json.load(f)
     part = RESULTS.partition("## What the paper varies")[2].partition("\n## ")[0]
     text = " ".join(part.split())
-    d = {s: x["difference"]["seeds"]["1337"] for s, x in report["ablations"]["arms"][""]["systems"].items() if s != "vanilla"}
-    assert set(d) == {s for of in ABLATED.values() for s in of.values()}
-    for what, of in ABLATED.items():
-        assert f"| {what} | " + ", ".join(f"{said} {d[s]:+.3f}" for said, s in of.items()) + " |" in part
-        assert sorted(of.values(), key=d.get) == list(of.values())  # "best first"
+    with open(os.path.join(REPO, "results/quickstart/report.json"), encoding="utf-8") as f:
+        small = json.load(f)["ablations"]["arms"][""]["systems"]
+    d, small = ({s: of(x["difference"]) for s, x in systems.items() if s != "vanilla"} for systems, of in (
+        (report["ablations"]["arms"][""]["systems"], lambda x: x["seeds"]["1337"]), (small, lambda x: x["mean"])))
+    assert set(d) == {s for of in ABLATED.values() for s in of.values()} == set(small)
+    for what, of in ABLATED.items():  # "best first"
+        cells = [", ".join(f"{said} {x[s]:+.3f}" for said, s in sorted(of.items(), key=lambda item, x=x: x[item[1]]))
+                 for x in (d, small)]
+        assert f"| {what} | {cells[0]} | {cells[1]} |" in part
     reach = records.reach(report["ablations"]["noise"], 1)
-    assert f"With one seed a difference counts from {reach:.3f} on." in text
+    assert f"At 82M, with one seed, a difference counts from {reach:.3f} on." in text
     identity = records.spread(report["ablations"]["arms"][""]["systems"]["identity"]["difference"], "+.3f")
     assert f"by three seeds identity ({identity})" in text and "+0.000" not in identity.partition("[")[2]
     residuals, _, lambdas, layers, instead, _, shared, _ = ABLATED.values()
@@ -326,20 +330,39 @@ def test_caches_told_are_the_measured_ones():
 
 
 def test_ablations_of_three_seeds_told_are_the_measured_ones():
+    """By whole intervals: against vanilla, and within a row of the table."""
+    text, short = (" ".join(x.split()) for x in (RESULTS, README))
     with open(os.path.join(REPO, "results/quickstart/report.json"), encoding="utf-8") as f:
         systems = json.load(f)["ablations"]["arms"][""]["systems"]
     d = {s: x["difference"] for s, x in systems.items() if s != "vanilla"}
     assert all(len(x["seeds"]) == 3 for x in systems.values())
-    rows = "\n".join(f"| {s} | {records.spread(x, '+.3f')} |" for s, x in d.items())
-    assert f"| --- | --- |\n{rows}\n\nHere a residual" in RESULTS
-    ends = {s: x["interval_95"] for s, x in d.items()}
-    assert max(ends["identity"][1], ends["share_v_every_2"][1]) < 0 < min(
-        ends[s][0] for s in ("key_residual", "query_residual", "values_x2", "values_x6"))
-    apart = {s: records.difference(d["constant"]["seeds"], d[s]["seeds"])["interval_95"] for s in (
-        "lambda_0.5", "lambda_1", "lambda_5")}
-    assert [high < 0 for _, high in apart.values()] == [True, False, True]  # "ahead of 0.5 and of 5", "undecided against 1"
-    assert all(records.difference(d["share_v_every_2"]["seeds"], d[s]["seeds"])["interval_95"][1] < 0
-               for s in ("share_k_every_2", "cla2"))
+
+    def below(a, b):
+        return records.difference(d[a]["seeds"], d[b]["seeds"])["interval_95"][1] < 0
+    def vanilla(end, way):
+        return {s for s, x in d.items() if way * x["interval_95"][end] > 0}
+    residuals, sources, lambdas, layers, instead, pairs, shared, values = ({*of.values()} for of in ABLATED.values())
+    assert vanilla(1, -1) == {"identity", "source_all", "share_v_every_2", "svformer", "svformer_anchors", *lambdas, *(
+        layers - {"layers_7-8"})}
+    assert vanilla(0, 1) == {"key_residual", "query_residual", "shared_key", "shared_query", *values}
+    rows = [residuals, sources, lambdas, layers, instead, pairs, shared, values]
+    apart = {(a, b) for row in rows for a in row for b in row if below(a, b)}
+    late, anchored = {"sparse", "layers_7-8"}, {"svformer", "svformer_anchors"}
+    assert apart == {
+        *(("identity", s) for s in residuals - {"identity"}), *((s, "source_previous") for s in (
+            "identity", "source_all")),
+        ("constant", "lambda_0.5"), ("constant", "lambda_5"), ("lambda_1", "lambda_0.5"), ("lambda_3", "lambda_5"),
+        ("sparse", "layers_7-8"), *((s, other) for s in layers - late for other in late), ("identity_mapping", "cross_layer"),
+        ("share_v_every_2", "share_k_every_2"), ("share_v_every_2", "cla2"), ("cla2", "share_k_every_2"),
+        ("svformer", "svformer_anchors"), *((s, other) for s in anchored for other in shared - anchored),
+        ("values_x2", "values_x6")}
+    assert f"of {len(d) + sum(math.comb(len(row), 2) for row in rows)} comparisons" in text
+    for said in ("every set of layers but 7-8, V in pairs and SVFormer", "behind it keys, queries, layer 1's K or Q and larger",
+                 "λ1 = 2 of 0.5 and 5, 1 of 0.5 and 3 of 5; every set of layers of 7-8, and every other one of 6-8, too",
+                 "V in pairs of K and of both, and both of K; and SVFormer of anchors"):
+        assert said in text
+    assert "λ1 = 2 is ahead of 0.5 and 5, of what pairs of layers share V hurts least, and 2 V_n is behind" in short
+    assert "layers 6-8 are not the best: every set but 7-8 is ahead of them" in short
 
 
 def test_family_table_is_the_measured_one():
@@ -349,8 +372,7 @@ def test_family_table_is_the_measured_one():
     budgets = {t: {s: d["mean"] for s, x in report["tokens"].items() for t_, d in zip(x["tokens"], x["differences"]) if t_ == t}
                for t in report["tokens"]["identity"]["tokens"]}
     assert table.count("\n| ") == 2 + len(report["family"]["systems"])
-    small = RESULTS.partition("Three seeds say more")[2].partition("\n## ")[0].count("\n| ")  # another test's
-    assert RESULTS.count("\n| ") - small == sum(2 + len(of) for of in (
+    assert RESULTS.count("\n| ") == sum(2 + len(of) for of in (
         budgets, report["rates"]["arms"], ABLATED, report["kv"]["arms"]["2048"]["systems"]))
     more = RESULTS.partition("## More tokens")[2].partition("\n## ")[0]
     for system, x in report["family"]["systems"].items():
