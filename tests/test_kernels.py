@@ -302,9 +302,10 @@ def test_a_model_with_fast_paths_has_equal_loss_and_gradients(monkeypatch, optio
         loss.backward()
         found.append([loss.detach(), *(p.grad for p in m.parameters())])
     near(found[1], found[0], 1e-5)
-    compiled = torch.compile(m, fullgraph=True, backend="aot_eager")
-    near([compiled(ids[:, :-1], ids[:, 1:])[1].detach()], found[0][:1], 1e-6)
-    torch._dynamo.reset()
+    if "TRITON_INTERPRET" not in os.environ:  # where the kernels are the same compiled, and compiling takes ten times as long
+        compiled = torch.compile(m, fullgraph=True, backend="aot_eager")
+        near([compiled(ids[:, :-1], ids[:, 1:])[1].detach()], found[0][:1], 1e-6)
+        torch._dynamo.reset()
 
 
 @pytest.mark.skipif(not CUDA, reason="needs CUDA")
@@ -439,7 +440,7 @@ def test_compiled_decoding_gives_the_uncompiled_tokens(options):
                     importlib.metadata.version("triton") < "3.7",  # whose interpreter numpy 2.4 stops
                     reason="needs the package triton (its interpreter), and is for machines without CUDA")
 def test_kernels_in_the_interpreter():
-    words = "-n0", "-q", "-k", "not by_the_kernel and not stream"  # they take long, and say nothing about how a kernel computes
+    words = "-n0", "-q", "-k", "not by_the_kernel and not stream and not cache_itself"  # they take long, and say nothing about how a kernel computes
     done = subprocess.run([sys.executable, "-m", "pytest", *words, __file__], env={**os.environ, "TRITON_INTERPRET": "1"},
                           capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
