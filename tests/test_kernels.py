@@ -440,7 +440,7 @@ def test_compiled_decoding_gives_the_uncompiled_tokens(options):
                     importlib.metadata.version("triton") < "3.7",  # whose interpreter numpy 2.4 stops
                     reason="needs the package triton (its interpreter), and is for machines without CUDA")
 def test_kernels_in_the_interpreter():
-    words = "-n0", "-q", "-k", "not by_the_kernel and not stream and not cache_itself"  # they take long, and say nothing about how a kernel computes
-    done = subprocess.run([sys.executable, "-m", "pytest", *words, __file__], env={**os.environ, "TRITON_INTERPRET": "1"},
-                          capture_output=True, text=True)
+    slow = "not by_the_kernel and not stream and not cache_itself"  # and say nothing about how a kernel computes
+    done = subprocess.run([sys.executable, "-m", "pytest", "-n0", "-q", "-k", slow, __file__], capture_output=True, text=True,
+                          env={**os.environ, "TRITON_INTERPRET": "1"})
     assert done.returncode == 0, done.stdout
