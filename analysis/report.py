@@ -532,9 +532,10 @@ def compared(records, folder, title, arm="", more=None, notes=(), panels=(), cap
     sd = noise(x["difference"] for of in arms.values() for x in of["systems"].values())
     several = [name for name, of in arms.items() if noise(x["difference"] for x in of["systems"].values())]
     where = f"{folder}/" if len(several) == len(arms) else ", ".join(f"{folder}/{name}".rstrip("/") + "/" for name in several)
-    others = {str(x): x for pool in pools.values() if (x := records.noise_for(pool))}  # what the claims take without one here
-    said = noise_said(sd, where) if sd or not others else "No system here has two paired seeds. " + " ".join(
-        noise_said(x, "other folders, with as many tokens at any length,") for x in others.values())
+    borrowed = {} if sd else {str(x): x for pool in pools.values() if (x := records.noise_for(pool))}  # by the claims
+    said = "No system here has two paired seeds. " + " ".join(
+        noise_said(x, "other folders, with as many tokens at any length,") for x in borrowed.values()
+        ) if borrowed else noise_said(sd, where)
     return Section(
         title, origin(f"{folder}/", [run for pool in pools.values() for run in pool.runs()]),
         {"arms": arms, "noise": sd, **(extra or {})},

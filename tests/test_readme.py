@@ -27,6 +27,17 @@ README, RESULTS, PERFORMANCE = (open(os.path.join(REPO, name), encoding="utf-8")
 SCRIPTS = {"train.py": train.Config, "prepare.py": prepare.Config, "sample.py": sample.Config}
 
 
+def reported(folder="results"):
+    """The numbers of that folder's report."""
+    with open(os.path.join(REPO, folder, "report.json"), encoding="utf-8") as f:
+        return json.load(f)
+
+
+def end(run, iteration=2000):
+    """The loss, mean over sources, of a run in results/ at that iteration."""
+    return train.read_log(os.path.join(REPO, "results", run))[1][iteration]["val_mean"]
+
+
 @functools.cache  # reads every log
 def of_results():
     return records.Records(os.path.join(REPO, "results"))
@@ -120,8 +131,7 @@ def test_quickstart_table_is_the_measured_one():
     """README's numbers are those of the committed summary, as train.py prints it."""
     with open(os.path.join(REPO, "results", "quickstart", "summary.json"), encoding="utf-8") as f:
         assert train.table(summary := json.load(f)) in README
-    with open(os.path.join(REPO, "results", "quickstart", "report.json"), encoding="utf-8") as f:
-        rates = json.load(f)["rates"]
+    rates = reported("results/quickstart")["rates"]
     text = " ".join(README.partition("## What the quickstart shows")[2].partition("\n## ")[0].split())
     best, strong = ([rates[key][s] for s in ("vanilla", "resformer", "svformer")] for key in ("best_plain", "best_stronger"))
     assert [x["rate"] for x in best] == ["1e-3", "2e-3", "2e-3"]
@@ -165,15 +175,11 @@ def test_quickstart_table_is_the_measured_one():
 
 def test_learning_rates_told_are_the_measured_ones():
     """docs/results.md's answer to whether the gain at 82M is the rate's or a weak baseline's: results/rates/'s seed 1337."""
-    with open(os.path.join(REPO, "results", "report.json"), encoding="utf-8") as f:
-        report = json.load(f)["rates"]
+    report = reported()["rates"]
     part = RESULTS.partition("## More tokens")[2].partition("## What the paper varies")[0]
     text, systems = " ".join(part.split()), ("identity", "sparse", "svformer")
     curve = of_results().curve
-
-    def end(folder, system, seed=1337):
-        return train.read_log(os.path.join(REPO, "results", folder, system, f"seed{seed}"))[1][2000]["val_mean"]
-    losses = {arm: {s: end(f"rates/{arm}", s) for s in ("vanilla", *systems) if s in of["systems"]}
+    losses = {arm: {s: end(f"rates/{arm}/{s}/seed1337") for s in ("vanilla", *systems) if s in of["systems"]}
               for arm, of in report["arms"].items()}
     lead = {arm: {s: of["vanilla"] - of[s] for s in systems if s in of} for arm, of in losses.items()}
     assert list(losses) == ["3e-4", "6e-4", "6e-4_strong", "1.2e-3", "1.2e-3_strong", "2.4e-3", "2.4e-3_strong"]
@@ -205,7 +211,7 @@ def test_learning_rates_told_are_the_measured_ones():
     assert inside == [("best_plain", "vanilla"), ("best_stronger", "identity")]
     hurried = [[curve.hurried(s, tokens)["mean"] for s in losses["6e-4"]] for tokens in (131072000, 262144000)]
     assert all(max(of) == of[0] for of in hurried)  # "vanilla's most"
-    early = {s: end("tokens/8000", s) for s in losses["6e-4"]}
+    early = {s: end(f"tokens/8000/{s}/seed1337") for s in losses["6e-4"]}
     for words, numbers in (
             ("identity is ahead by {:.3f}, sparse by {:.3f} and SVFormer by {:.3f}, and no lead", plain),
             ("(2.4e-3_strong): identity by {:.3f}, sparse by {:.3f} and SVFormer by {:.3f}.", best),
@@ -239,14 +245,12 @@ ABLATED = {  # rows of README's table: {what: {said: system}}
 
 
 def test_ablations_told_are_the_measured_ones():
-    with open(os.path.join(REPO, "results", "report.json"), encoding="utf-8") as f:
-        report = json.load(f)
+    report = reported()
     part = RESULTS.partition("## What the paper varies")[2].partition("\n## ")[0]
     text = " ".join(part.split())
-    with open(os.path.join(REPO, "results/quickstart/report.json"), encoding="utf-8") as f:
-        small = json.load(f)["ablations"]["arms"][""]["systems"]
-    d, small = ({s: of(x["difference"]) for s, x in systems.items() if s != "vanilla"} for systems, of in (
-        (report["ablations"]["arms"][""]["systems"], lambda x: x["seeds"]["1337"]), (small, lambda x: x["mean"])))
+    large, small = ({s: x["difference"] for s, x in numbers["ablations"]["arms"][""]["systems"].items() if s != "vanilla"}
+                    for numbers in (report, reported("results/quickstart")))
+    d, small = {s: x["seeds"]["1337"] for s, x in large.items()}, {s: x["mean"] for s, x in small.items()}
     assert set(d) == {s for of in ABLATED.values() for s in of.values()} == set(small)
     for what, of in ABLATED.items():  # "best first"
         cells = [", ".join(f"{said} {x[s]:+.3f}" for said, s in sorted(of.items(), key=lambda item, x=x: x[item[1]]))
@@ -285,16 +289,11 @@ def test_ablations_told_are_the_measured_ones():
 
 
 def test_caches_told_are_the_measured_ones():
-    with open(os.path.join(REPO, "results", "report.json"), encoding="utf-8") as f:
-        report = json.load(f)
+    report = reported()
     part = RESULTS.partition("## A smaller KV cache")[2].partition("\n## ")[0]
     text, arms = " ".join(part.split()), {n: of["systems"] for n, of in report["kv"]["arms"].items()}
     assert list(arms) == ["2048", "8192"] and all(x["seeds"] == [1337] for of in arms.values() for x in of.values())
-
-    def loss(length, system, iteration=2000):
-        run = os.path.join(REPO, "results/kv", length, system, "seed1337")
-        return train.read_log(run)[1][iteration]["val_mean"]
-    short, long = ({s: loss(length, s) for s in of} for length, of in arms.items())
+    short, long = ({s: end(f"kv/{length}/{s}/seed1337") for s in of} for length, of in arms.items())
     size, wide = ({s: x["kv_bytes_per_token"] for s, x in of.items()} for of in arms.values())
     assert size == wide and short.keys() == long.keys()
     rows = [f"| {s} | {size[s]:,} | {size[s] / size['vanilla']:.4f} | " + " | ".join(
@@ -332,8 +331,7 @@ def test_caches_told_are_the_measured_ones():
 def test_ablations_of_three_seeds_told_are_the_measured_ones():
     """By whole intervals: against vanilla, and within a row of the table."""
     text, short = (" ".join(x.split()) for x in (RESULTS, README))
-    with open(os.path.join(REPO, "results/quickstart/report.json"), encoding="utf-8") as f:
-        systems = json.load(f)["ablations"]["arms"][""]["systems"]
+    systems = reported("results/quickstart")["ablations"]["arms"][""]["systems"]
     d = {s: x["difference"] for s, x in systems.items() if s != "vanilla"}
     assert all(len(x["seeds"]) == 3 for x in systems.values())
 
@@ -341,11 +339,10 @@ def test_ablations_of_three_seeds_told_are_the_measured_ones():
         return records.difference(d[a]["seeds"], d[b]["seeds"])["interval_95"][1] < 0
     def vanilla(end, way):
         return {s for s, x in d.items() if way * x["interval_95"][end] > 0}
-    residuals, sources, lambdas, layers, instead, pairs, shared, values = ({*of.values()} for of in ABLATED.values())
+    rows = residuals, _, lambdas, layers, _, _, shared, values = [{*of.values()} for of in ABLATED.values()]
     assert vanilla(1, -1) == {"identity", "source_all", "share_v_every_2", "svformer", "svformer_anchors", *lambdas, *(
         layers - {"layers_7-8"})}
     assert vanilla(0, 1) == {"key_residual", "query_residual", "shared_key", "shared_query", *values}
-    rows = [residuals, sources, lambdas, layers, instead, pairs, shared, values]
     apart = {(a, b) for row in rows for a in row for b in row if below(a, b)}
     late, anchored = {"sparse", "layers_7-8"}, {"svformer", "svformer_anchors"}
     assert apart == {
@@ -366,8 +363,7 @@ def test_ablations_of_three_seeds_told_are_the_measured_ones():
 
 
 def test_family_table_is_the_measured_one():
-    with open(os.path.join(REPO, "results", "report.json"), encoding="utf-8") as f:
-        report = json.load(f)
+    report = reported()
     table = README.partition("## On real text")[2].partition("\n## ")[0]
     budgets = {t: {s: d["mean"] for s, x in report["tokens"].items() for t_, d in zip(x["tokens"], x["differences"]) if t_ == t}
                for t in report["tokens"]["identity"]["tokens"]}
@@ -381,15 +377,14 @@ def test_family_table_is_the_measured_one():
         assert f"| {system} | {x['val_mean']:.4f} | {cells} | {len(x['seeds'])} | {paper} |" in table
         assert d is None or (1.5 < x["difference_halfway"]["mean"] / d["mean"] < 2.4) == (system != "denseformer")  # "halve"
     assert report["family"]["tokens"] == 262144000
-    ends = [train.read_log(os.path.join(REPO, "results", f"{where}/vanilla/seed1337"))[1][i]["val_mean"]
-            for where, i in (("tokens/4000", 4000), ("family", 1000))]
+    ends = [end(f"{where}/vanilla/seed1337", i) for where, i in (("tokens/4000", 4000), ("family", 1000))]
     small = list(budgets[262144000].values())
     assert list(report["tokens"]) == ["identity", "sparse", "svformer"]
     assert all(len(d["seeds"]) == 1 for x in report["tokens"].values() for d in x["differences"])
     for tokens, of in budgets.items():
-        loss = train.read_log(os.path.join(REPO, "results/tokens", f"{tokens // 65536}/vanilla/seed1337"))[1][tokens // 65536]
+        loss = end(f"tokens/{tokens // 65536}/vanilla/seed1337", tokens // 65536)
         cells = [f"{of[s]:+.4f}" if s in of else "-" for s in report["tokens"]]
-        assert f"| {tokens / 1e9:.3f}B | {tokens / 214305319:.2f} | {loss['val_mean']:.4f} | {' | '.join(cells)} |" in more
+        assert f"| {tokens / 1e9:.3f}B | {tokens / 214305319:.2f} | {loss:.4f} | {' | '.join(cells)} |" in more
     ratios = [x["difference"]["mean"] / x["paper"] for x in report["family"]["systems"].values() if x["paper"]]
     assert f"they still are {min(ratios):.1f} to {max(ratios):.1f} times the paper's" in " ".join(table.split())
     large = [report["family"]["systems"][s]["difference"]["seeds"]["1337"] for s in report["tokens"]]
