@@ -534,7 +534,7 @@ def compared(records, folder, title, arm="", more=None, notes=(), panels=(), cap
     where = f"{folder}/" if len(several) == len(arms) else ", ".join(f"{folder}/{name}".rstrip("/") + "/" for name in several)
     borrowed = {} if sd else {str(x): x for pool in pools.values() if (x := records.noise_for(pool))}  # by the claims
     said = "No system here has two paired seeds. " + " ".join(
-        noise_said(x, "other folders, with as many tokens at any length,") for x in borrowed.values()
+        noise_said(x, "other folders, with as many tokens at any length and size,") for x in borrowed.values()
         ) if borrowed else noise_said(sd, where)
     return Section(
         title, origin(f"{folder}/", [run for pool in pools.values() for run in pool.runs()]),

@@ -260,29 +260,38 @@ def test_ablations_told_are_the_measured_ones():
     assert f"At 82M, with one seed, a difference counts from {reach:.3f} on." in text
     identity = records.spread(report["ablations"]["arms"][""]["systems"]["identity"]["difference"], "+.3f")
     assert f"by three seeds identity ({identity})" in text and "+0.000" not in identity.partition("[")[2]
-    residuals, _, lambdas, layers, instead, _, shared, _ = ABLATED.values()
+    residuals, _, lambdas, layers, instead, _, shared, values = ABLATED.values()
+    short = " ".join(README.split())
     ahead = {s for s, x in d.items() if x < -reach}
     assert ahead == {*list(lambdas.values())[:4], *layers.values(), "svformer", "svformer_anchors"}
-    assert sorted(ahead, key=d.get)[-1] == "svformer_anchors" and -d["svformer_anchors"] < 1.1 * reach  # "barely"
-    assert "SVFormer (with anchors barely), and by three seeds identity" in text
+    assert "SVFormer, also with anchors, and by three seeds identity" in text
     behind = {s for s, x in d.items() if x > reach}
-    assert "layer 1's K or Q for all layers, cross-layer attention, 6 V_n and a residual on hidden states, queries" in text
-    assert "6 V_n alone is behind vanilla, 2 V_n undecided." in " ".join(README.split())
-    assert behind == {"shared_key", "shared_query", "cross_layer", "values_x6", *list(residuals.values())[2:]}
+    assert "layer 1's K or Q for all layers, cross-layer attention, 6 V_n (2 V_n barely) and a residual on hidden" in text
+    assert "states, queries, attention or, barely, keys." in text
+    assert "V_1 as the source is barely ahead of V_{n-1}." in short and "6 V_n alone is behind vanilla, 2 V_n barely." in short
+    assert behind == {"shared_key", "shared_query", "cross_layer", *values.values(), *list(residuals.values())[1:]}
     within = {(a, b) for of in ABLATED.values() for a in of.values() for b in of.values() if d[b] - d[a] > reach}
     assert within == {
-        *(("identity", s) for s in list(residuals.values())[1:]),
+        *(("identity", s) for s in list(residuals.values())[1:]), ("identity", "source_previous"), ("values_x2", "values_x6"),
         *((s, "lambda_0.5") for s in ("constant", "lambda_3", "lambda_5")), tuple(instead.values()),
         *((s, f"shared_{x}") for s in ("svformer", "svformer_anchors") for x in ("key", "query"))}
-    assert "λ1 = 3 and 5 (and, barely, 2) of 0.5" in text and d["lambda_0.5"] - d["constant"] < 1.1 * reach
+    margins = {s: abs(d[s]) for s in ahead | behind} | {(a, b): d[b] - d[a] for a, b in within}
+    assert {x for x, margin in margins.items() if margin < 1.1 * reach} == {
+        "key_residual", "values_x2", ("identity", "source_previous"), ("values_x2", "values_x6")}  # "barely"
     assert -reach < d["share_v_every_2"] < 0 and -reach < d["identity_mapping"] < 0  # "end below vanilla, within the noise"
-    assert sorted(layers.values(), key=d.get)[:3] == ["lambda_5", "sparse", "layers_5-8"]  # "the three best"
-    second = [report["ablations"]["arms"][""]["systems"][s]["difference"]["seeds"]["1338"] for s in (
-        "lambda_5", "layers_5-8", "sparse")]
-    assert "(" + "{:.3f}, {:.3f} and {:.3f}".format(*second) + "), leaves them so" in text
+    again = {s: x["seeds"]["1338"] for s, x in large.items() if "1338" in x["seeds"]}  # "a second seed"
+    best = list(lambdas.values())[:3], sorted(layers.values(), key=again.get)
+    assert ("λ1 = 5, 3 and 2 ({:.3f}, {:.3f} and {:.3f}) and layers 2-8, 5-8, 4-5, 7-8, 6-8 and 2-4 "
+            "({:.3f}, {:.3f}, {:.3f}, {:.3f}, {:.3f} and {:.3f}).").format(*(again[s] for of in best for s in of)) in text
+    assert best[1] == [layers[f"{x}:"] for x in ("2-8", "5-8", "4-5", "7-8", "6-8", "2-4")]
+    both = {s: statistics.fmean((d[s], again[s])) for of in best for s in of}
+    assert max(abs(both[a] - both[b]) for of in best for a in of for b in of) < reach / math.sqrt(2)  # "leaves them so"
+    assert f"Queries, with {again['query_residual']:.3f} at their second seed, stay behind." in text
+    assert statistics.fmean((d["query_residual"], again["query_residual"])) > reach / math.sqrt(2)
+    assert again.keys() == {*both, "identity", "svformer", "query_residual"}
     assert "λ1 = 1 is ahead of 2 V_n by {:.3f}, λ1 = 5 of 6 V_n by {:.3f}, though".format(
         d["values_x2"] - d["lambda_1"], d["values_x6"] - d["lambda_5"]) in text
-    undecided = ("λ1 = 2", "layers 6-8", "V_1 is", "identity mapping is", "of pairs of layers")
+    undecided = ("λ1 = 2", "layers 6-8", "identity mapping is", "of pairs of layers")
     mine = {c["claim"]: c["verdict"] for c in report["claims"]}
     texts = [c.text for c in claims.CLAIMS if c.folder == "ablations"]
     assert [t for t in texts if mine[t] == "not testable at this budget"] == [t for t in texts if t.startswith(undecided)]
@@ -328,6 +337,104 @@ def test_caches_told_are_the_measured_ones():
     assert "(a seventh of vanilla's KV cache), is ahead of vanilla, GQA and CLA at 2,048 tokens and far more at" in short_of
 
 
+def test_sizes_told_are_the_measured_ones():
+    report, short = reported(), " ".join(README.split())
+    part = RESULTS.partition("## Model sizes")[2].partition("\n## ")[0]
+    text, arms, found = " ".join(part.split()), report["sizes"]["arms"], report["sizes"]["at_largest"]
+    assert list(arms) == ["20M", "82M", "180M"]
+    assert all(x["seeds"] == [1337] for of in arms.values() for x in of["systems"].values())
+    lead = {}
+    for arm, of in arms.items():
+        x, own = of["systems"]["vanilla"], next(s for s in of["systems"] if s.startswith("sparse"))
+        lead[arm] = [-of["systems"][s]["difference"]["mean"] for s in ("identity", own)]
+        assert (f"| {arm} | {x['n_params'] / 1e6:.1f}M | {x['n_params_non_embedding'] / 1e6:.1f}M | {x['val_mean']:.4f} | "
+                + " | ".join(f"{-y:+.4f}" for y in lead[arm])) in part
+        assert of["learning_rate"] == 6e-4
+        n = x["n_params"]
+    cells = ["{:.0%}{} [{:.0%}, {:.0%}]".format(found[s]["saving"], more, *found[s]["interval_95"]).replace("%", " %")
+             for s, more in (("identity", " fewer parameters"), ("sparse", ""))]
+    saved = "dentity reaches the loss of vanilla's 180M with {} and sparse with {}".format(*cells)
+    assert saved in short and saved in text
+    forms = [[report["sizes"]["saving"][s][axis]["forms"] for s in ("identity", "sparse")]
+             for axis in ("n_params", "n_params_non_embedding")]
+    lines, most = ([100 * pick(of) for of in forms[0]] for pick in (lambda of: of["line"], lambda of: max(of.values())))
+    assert all(min(of.values()) == of["line"] for axis in forms for of in axis)
+    losses = {arm: of["systems"]["vanilla"]["val_mean"] for arm, of in arms.items()}
+    reach = math.sqrt(2) * records.reach(report["ablations"]["noise"], 1)
+    change = [lead["180M"][i] - lead["20M"][i] for i in (0, 1)]
+    assert lead["20M"][0] < lead["82M"][0] < lead["180M"][0] and lead["20M"][1] > lead["82M"][1] > lead["180M"][1]
+    assert max(map(abs, change)) < reach  # "within the noise"
+    gone = losses["82M"] - losses["180M"]
+    assert gone < lead["82M"][1]  # "less than sparse's lead at 82M"
+    kept = []
+    for pool in of_results().pools["sizes"].values():
+        for system in set(pool.systems(pool.tokens)) - {"vanilla"}:
+            x, (y,) = pool.relative(system, pool.tokens)
+            kept.append(y[-1] / y[abs(x - 1000).argmin()])
+    assert len(kept) == 6
+    for words, numbers in (
+            ("gives {:.0f} and {:.0f} %, other forms up to {:.0f} and {:.0f} %;", lines + most),
+            ("without embeddings it is {:.0f} to {:.0f} % and {:.0f} to {:.0f} %.", [
+                100 * pick(of.values()) for of in forms[1] for pick in (min, max)]),
+            ("as {:.1f} tokens per parameter leave vanilla's 180M little ahead of its 82M: by {:.3f},", [131072000 / n, gone]),
+            ("on the training batches shrank to {:.2f} to {:.2f} of itself.", [min(kept), max(kept)]),
+            ("by {:.3f} in all, and sparse's shrinks, by {:.3f}, is within the noise of such a change ({:.3f};", [
+                change[0], -change[1], reach])):
+        assert words.format(*numbers) in text, words
+
+
+def test_lengths_told_are_the_measured_ones():
+    report, short = reported(), " ".join(README.split())
+    part = RESULTS.partition("## Window lengths")[2].partition("\n## ")[0]
+    text, arms = " ".join(part.split()), report["lengths"]["arms"]
+    slow, brief, middle = "2048_2e-4", "2048_warmup12", "2048"
+    assert set(arms) == {"512", middle, slow, brief, "8192"}
+    losses = {arm: {s: end(f"lengths/{arm}/{s}/seed1337") for s in of["systems"]} for arm, of in arms.items()}
+    lead = {arm: {s: of["vanilla"] - of[s] for s in of} for arm, of in losses.items()}
+    for arm, of in lead.items():
+        cells = [f"{-of[s]:+.4f}" if s in of else "-" for s in ("identity", "svformer")]
+        assert f"| {arm} | {losses[arm]['vanilla']:.4f} | {' | '.join(cells)} |" in part
+    reach, each = records.reach(report["ablations"]["noise"], 1), ("512", middle, "8192")
+    assert min(lead[arm]["identity"] for arm in each) > 0 and [arm for arm in each if lead[arm]["identity"] > reach] == ["8192"]
+    assert "identity is ahead, by more than the noise at 8,192 only" in short
+    assert [arm for arm in lead if lead[arm]["svformer"] <= reach] == ["512"]  # "all but 512"
+    for s in ("identity", "svformer"):
+        assert lead["512"][s] < lead[middle][s] < lead["8192"][s]  # "grow with the length"
+    assert losses["512"]["vanilla"] < losses[middle]["vanilla"] < losses["8192"]["vanilla"]
+    grown = [lead["8192"][s] - lead["512"][s] for s in ("svformer", "identity")]
+    wider = math.sqrt(2) * reach
+    assert grown[1] < wider < grown[0]
+    pools = of_results().pools["lengths"]
+    xs, curves = None, {}
+    for arm in lead:
+        for s in set(lead[arm]) - {"vanilla"}:
+            xs, (curves[arm, s],) = pools[arm].relative(s, 131072000)
+    assert all(y.max() < 0 for y in curves.values())  # "at no length"
+    of = [curves[arm, "svformer"] for arm in each]
+    points = report["lengths"]["critical"]
+    assert {points[arm]["kind"] for arm in each} == {"extrapolated"}
+    assert of_results().curve.relative("svformer", 13100 * 65536)[1].max() < 0  # "nothing of it after 13,100"
+    for arm in ("512", middle):
+        y = curves[arm, "identity"]
+        assert abs(y[-1]) < 0.7 * abs(y[abs(xs - 1000).argmin()]) < 0.7 * abs(y[abs(xs - 200).argmin()])  # "shrinks"
+    y = curves["8192", "identity"]
+    assert abs(xs[xs > 200][y[xs > 200].argmax()] - 900) < 20 and y[-1] < 1.4 * y[xs > 200].max()  # "from iteration 900 on"
+    costs = [losses[arm][s] - losses[middle][s] for arm in (slow, brief) for s in ("vanilla", "svformer")]
+    assert max(abs(lead[arm]["svformer"] - lead[middle]["svformer"]) for arm in (slow, brief)) < wider  # "within the noise"
+    for words, numbers in (
+            ("({:.3f}, measured at 2,048)", [reach]),
+            ("SVFormer's by {:.2f} in all, identity's by {:.3f}, which is within the noise of such a change ({:.3f})", [
+                *grown, wider]),
+            ("lead is {:.2f} at 512, {:.2f} at 2,048 and {:.2f} at 8,192, after a largest one of {:.2f} to {:.2f}.", [
+                *(-y[-1] for y in of), -max(y.min() for y in of), -min(y.min() for y in of)]),
+            ("reach zero at iteration {:,}, {:,} and {:,}, the paper's order", [
+                int(round(points[arm]["iteration"], -2)) for arm in each]),
+            ("vanilla ends {:.3f} higher and SVFormer {:.3f}: its lead shrinks by {:.3f},", [*costs[:2], costs[1] - costs[0]]),
+            ("vanilla ends {:.3f} higher and SVFormer {:.3f}, so that its lead grows by {:.3f};", [
+                *costs[2:], costs[2] - costs[3]])):
+        assert words.format(*numbers) in text, words
+
+
 def test_ablations_of_three_seeds_told_are_the_measured_ones():
     """By whole intervals: against vanilla, and within a row of the table."""
     text, short = (" ".join(x.split()) for x in (RESULTS, README))
@@ -369,7 +476,8 @@ def test_family_table_is_the_measured_one():
                for t in report["tokens"]["identity"]["tokens"]}
     assert table.count("\n| ") == 2 + len(report["family"]["systems"])
     assert RESULTS.count("\n| ") == sum(2 + len(of) for of in (
-        budgets, report["rates"]["arms"], ABLATED, report["kv"]["arms"]["2048"]["systems"]))
+        budgets, report["sizes"]["arms"], report["rates"]["arms"], ABLATED, report["kv"]["arms"]["2048"]["systems"],
+        report["lengths"]["arms"]))
     more = RESULTS.partition("## More tokens")[2].partition("\n## ")[0]
     for system, x in report["family"]["systems"].items():
         d, paper = x["difference"], f"{x['paper']:+.3f}" if x["paper"] else "-"
@@ -587,14 +695,17 @@ def test_sinks_and_drains_are_the_measured_ones():
 
 
 def test_copied_runs_are_equal():
-    """tokens/2000, rates/6e-4 and three systems of kv/2048 are ablations/'s runs of these systems."""
-    ablations, four = os.path.join(REPO, "results/ablations"), ["identity", "sparse", "svformer", "vanilla"]
-    for copies, systems, seeds in (("tokens/2000", four, 3), ("rates/6e-4", four, 3),
-                                   ("kv/2048", ["cla2", "svformer", "vanilla"], 1)):
-        copies = os.path.join(REPO, "results", copies)
+    """Where the options of two lists are equal, one folder's runs are the other's."""
+    four = ["identity", "sparse", "svformer", "vanilla"]
+    for copies, of, systems, seeds in (("tokens/2000", "ablations", four, 3), ("rates/6e-4", "ablations", four, 3),
+                                       ("kv/2048", "ablations", ["cla2", "svformer", "vanilla"], 1),
+                                       ("sizes/82M", "ablations", ["identity", "sparse", "vanilla"], 1),
+                                       ("lengths/2048", "ablations", ["identity", "svformer", "vanilla"], 1),
+                                       ("lengths/8192", "kv/8192", ["svformer", "vanilla"], 1)):
+        copies, originals = (os.path.join(REPO, "results", folder) for folder in (copies, of))
         for path in (path for s in systems for path in glob.glob(os.path.join(copies, s, "*/*"))):
-            with open(path, "rb") as one, open(os.path.join(ablations, os.path.relpath(path, copies)), "rb") as other:
+            with open(path, "rb") as one, open(os.path.join(originals, os.path.relpath(path, copies)), "rb") as other:
                 assert one.read() == other.read(), path
-        assert sorted(s for s in os.listdir(copies) if os.path.exists(os.path.join(ablations, s))) == systems
-        for mine, theirs in ([sorted(os.listdir(os.path.join(of, s))) for of in (copies, ablations)] for s in systems):
+        assert sorted(s for s in os.listdir(copies) if os.path.exists(os.path.join(originals, s))) == systems
+        for mine, theirs in ([sorted(os.listdir(os.path.join(of, s))) for of in (copies, originals)] for s in systems):
             assert mine == theirs[:seeds]
