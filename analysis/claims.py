@@ -21,7 +21,7 @@ from analysis import scaling
 from analysis.records import (
     PAPER,
     PAPER_SAVING,
-    billions,
+    amount,
     bracket,
     described,
     difference,
@@ -372,7 +372,7 @@ def saves_parameters(system):
         if not found or found["saving"] is None or found["extrapolated"]:
             return "vanilla's loss lies between the system's at no two sizes" * bool(found), NOT_TESTABLE
         here, v = saved(found, found["seeds"], found["sizes"])
-        return f"{here}; {found['sizes']} sizes, {billions(sizes['tokens'])} tokens, {seeded(found['seeds'])}", v
+        return f"{here}; {found['sizes']} sizes, {amount(sizes['tokens'])} tokens, {seeded(found['seeds'])}", v
     return check
 
 

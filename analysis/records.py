@@ -103,7 +103,7 @@ class Pool:
         """That budget (None: the pool's), in words."""
         tokens = tokens or self.tokens
         iters = {p.run.config["max_iters"] for (_, t), of in self.points.items() if t == tokens for p in of.values()}
-        return f"{billions(tokens)} tokens" + (f" in {iters.pop():,} iterations" if len(iters) == 1 else "")
+        return f"{amount(tokens)} tokens" + (f" in {iters.pop():,} iterations" if len(iters) == 1 else "")
 
     def runs(self):
         """Those of its budget."""
@@ -197,7 +197,7 @@ class Records(Pool):
                           "family" if any(r.config["tokens_per_iter"] == batch for r in family) else "")
         for (_, tokens), of in self.points.items():
             for p in of.values() if tokens != self.tokens else ():
-                self.skip(p.run.name, f"{billions(tokens)} tokens, most runs of family/ have {billions(self.tokens)}")
+                self.skip(p.run.name, f"{amount(tokens)} tokens, most runs of family/ have {amount(self.tokens)}")
         for system in PAPER if os.path.isdir(os.path.join(root, "family")) else ():
             if not self.points.get((system, self.tokens)):
                 self.skip(f"family/{system}", "no finished run")
@@ -230,7 +230,7 @@ class Records(Pool):
             for (system, tokens), points in list(pool.points.items()):
                 if tokens != pool.tokens or not points:
                     for p in points.values():
-                        self.skip(p.run.name, f"{billions(tokens)} tokens, most runs beside it {billions(pool.tokens)}")
+                        self.skip(p.run.name, f"{amount(tokens)} tokens, most runs beside it {amount(pool.tokens)}")
                     del pool.points[system, tokens]
             if pool.points:
                 pools[arm] = pool
@@ -318,8 +318,8 @@ def number(x, form=".4f"):
     return "-" if x is None else format(x, form)
 
 
-def billions(tokens):
-    return f"{tokens / 1e9:.3g}B"
+def amount(tokens):
+    return f"{tokens / 1e9:.3g}B" if tokens >= 1e7 else f"{tokens / 1e6:.3g}M"
 
 
 def bracket(interval, show):
@@ -358,4 +358,4 @@ def reached(point):
     A critical point, as Pool.critical has it. An extrapolated one counts for nothing here: near the end of a decayed schedule
     every system's curve bends towards zero.
     """
-    return f"crossed at {billions(point['tokens'])} tokens" if point["kind"] == "crossed" else "not reached"
+    return f"crossed at {amount(point['tokens'])} tokens" if point["kind"] == "crossed" else "not reached"

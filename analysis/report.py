@@ -43,7 +43,7 @@ from analysis.records import (
     STRONGER,
     Records,
     alike,
-    billions,
+    amount,
     difference,
     extrapolated,
     hearing,
@@ -152,9 +152,9 @@ def family(records):
             curves[system], bands[system] = [(x, y.mean(0))], (x, y.min(0), y.max(0))
     known = {s: f["difference"] for s, f in systems.items() if f["difference"]}
     sd = records.noise()
-    notes = [f"Losses in nats per token, means over seeds, {billions(tokens)} tokens. Differences: of the mean over sources, "
+    notes = [f"Losses in nats per token, means over seeds, {amount(tokens)} tokens. Differences: of the mean over sources, "
              "paired by seed, with the 95 % interval of Student's t over pairs where there are two or more; halfway: of the "
-             f"same runs at {billions(tokens // 2)} tokens, before most of the learning rate's decay. The paper's are at 20B "
+             f"same runs at {amount(tokens // 2)} tokens, before most of the learning rate's decay. The paper's are at 20B "
              "tokens, all but identity's from summaries of its v5.", noise_said(sd)]
     notes += ["Differences to vanilla by source, as above:\n\n" + markdown(["system", *sources], [
         [s, *(spread(x) for x in systems[s]["difference_by_source"].values())] for s in known])] if known else \
@@ -223,7 +223,7 @@ def paired_throughout(records, system):
             found[t] = {seed: (own[seed], base[seed]) for seed in both}
     seeds = set.intersection(*map(set, found.values())) if found else ()
     if found and not seeds:
-        records.skip(f"tokens/*/{system}", f"in no curve: no seed with vanilla's at each of {', '.join(map(billions, found))}")
+        records.skip(f"tokens/*/{system}", f"in no curve: no seed with vanilla's at each of {', '.join(map(amount, found))}")
     return {t: {seed: of[seed] for seed in sorted(seeds)} for t, of in found.items()} if seeds else {}
 
 
@@ -250,7 +250,7 @@ def against_tokens(records):
         vague = max((abs(x) for e in ends for x in e), default=0) >= 3 * max(map(abs, means))
         far = dict(zip(("mean", "low", "high"), ends[-1]), vague=vague) if law else None
         numbers[system] = {"tokens": list(found), "differences": list(found.values()), "fit": law and law[0], "at_20B": far}
-        rows += [[system, billions(t), spread(d) + "†" * bool(hurried(pool, system, t)), len(d["seeds"]), ""]
+        rows += [[system, amount(t), spread(d) + "†" * bool(hurried(pool, system, t)), len(d["seeds"]), ""]
                  for t, d in found.items()]
         said = far and extrapolated(far)
         why = ("no D^-b: in the paper vanilla overtakes it" if system in OVERTAKEN else
@@ -272,7 +272,7 @@ def against_tokens(records):
     by_noise = reach(records.noise_at(max(largest)), 1)
     said_of_noise = noise_said(sd, folders(used)) if (sd := pool.noise()) else noise_said(records.noise())
     if sd:
-        said_of_noise += (f" It is that at {billions(pool.tokens)} tokens, which larger budgets without several seeds borrow. "
+        said_of_noise += (f" It is that at {amount(pool.tokens)} tokens, which larger budgets without several seeds borrow. "
                           "The curve has only the seeds that all its budgets have.")
     return Section(
         "Difference against tokens", origin(folders(used), used), numbers,
@@ -337,12 +337,12 @@ def data_saving(records):
             beside = (b["tokens"], max((t for t in budgets if t <= at), default=budgets[0]),
                       min((t for t in budgets if t >= at), default=budgets[-1]))
             b["hurried"] = any(hurried(pool, system, t) for t in beside)
-        rows += [[system, billions(b["tokens"]), number(b["loss"]),
+        rows += [[system, amount(b["tokens"]), number(b["loss"]),
                   scaling.percent(b["saving"]) + "*" * b["extrapolated"] + "†" * b["hurried"],
                   saving_interval(b).strip() or "-", len(seeds)] for b in numbers[system]["budgets"]]
     if not rows:
         return None
-    late = ", ".join(f"{s} at {billions(t)}: {x:+.3f}" for (t, s), x in sorted(above.items()))
+    late = ", ".join(f"{s} at {amount(t)}: {x:+.3f}" for (t, s), x in sorted(above.items()))
     return Section(
         "Data saving", origin(folders(used), used), numbers,
         ["system", "budget", "vanilla's loss", "saving", "95 % interval", "seeds"], rows,
@@ -526,7 +526,7 @@ def compared(records, folder, title, arm="", more=None, notes=(), panels=(), cap
     pools, rows = records.pools[folder], []
     arms = {name: facts(pool) for name, pool in pools.items()}
     for name, of in arms.items():
-        rows += [[*[name] * bool(arm), system, billions(of["tokens"]), number(x["val_mean"]), spread(x["difference"]),
+        rows += [[*[name] * bool(arm), system, amount(of["tokens"]), number(x["val_mean"]), spread(x["difference"]),
                   pairs(x["seeds"], x["difference"]), *(cell(name, system, x) for cell in (more or {}).values())]
                  for system, x in of["systems"].items()]
     sd = noise(x["difference"] for of in arms.values() for x in of["systems"].values())
@@ -553,7 +553,7 @@ def sizes(records):
     usual = statistics.mode(pool.tokens for pool in pools.values())
     for arm, pool in pools.items():
         if pool.tokens != usual:
-            records.skip(f"sizes/{arm}", f"in no saving: {billions(pool.tokens)} tokens, most sizes {billions(usual)}")
+            records.skip(f"sizes/{arm}", f"in no saving: {amount(pool.tokens)} tokens, most sizes {amount(usual)}")
     names = {re.sub(r"_\d+$", "", os.path.basename(run.system)) for run in runs}  # sparse_12 is sparse, at 12 layers
     try:
         with hearing(lambda name, reason: records.skip(f"sizes/{name.removeprefix('sizes/')}", reason)):

@@ -107,7 +107,7 @@ def test_family_table_and_intervals(make, monkeypatch):
     assert got["vanilla overtakes SVFormer later on"] == "holds"
     assert got["identity's gain is largest at Wikipedia"] == "holds" == got["SVFormer nearly halves the KV cache"]
     interval = f"[{mean - half:+.4f}, {mean + half:+.4f}]"
-    assert f"| {mean:+.4f} {interval}, 2e-05B tokens in 20 iterations, 3 seeds | holds |" in readme
+    assert f"| {mean:+.4f} {interval}, 0.02M tokens in 20 iterations, 3 seeds | holds |" in readme
     counts = [sum(v == word for v in got.values()) for word in claims.VERDICTS]
     assert "{} claims: holds {}, holds partly {}, not seen {}, not testable at this budget {}.\n".format(
         sum(counts), *counts) in readme and sum(counts) == len(got)
@@ -135,11 +135,11 @@ def test_order_of_variants(make):
     assert got["the order: plus < sparse < constant, learnable < identity"] == "holds"
     assert got["identity is below DenseFormer and NeuTRENO"] == "holds partly"
     assert re.search(r"\| identity - denseformer: \S+ \[\S+ \S+\]; identity - neutreno: \S+ \[\S+ \S+\], "
-                     r"2e-05B tokens in 20 iterations, 3 seeds \|", text)
+                     r"0.02M tokens in 20 iterations, 3 seeds \|", text)
     for seed in (1338, 1339):
         shutil.rmtree(make.root / f"family/neutreno/seed{seed}")
     assert re.search(r"\| identity - denseformer: \S+ \[\S+ \S+\], 3 seeds; identity - neutreno: \S+, 1 seed, "
-                     r"2e-05B tokens in 20 iterations \|", make()[1])
+                     r"0.02M tokens in 20 iterations \|", make()[1])
 
 
 def test_extrapolation_over_tokens(make):
@@ -265,7 +265,7 @@ def test_budgets_of_another_batch_than_familys_are_a_curve_of_their_own(make):
     assert err.count("left out: tokens/5/identity/seed1337: 4,000 tokens_per_iter, most runs of tokens/ have 500") == 1
     claim = next(c for c in content["claims"] if c["claim"] == "vanilla overtakes SVFormer later on")
     # the longest run, not family's
-    assert claim["here"].startswith("final difference +0.8000, 4e-05B tokens in 80 iterations, 1 seed")
+    assert claim["here"].startswith("final difference +0.8000, 0.04M tokens in 80 iterations, 1 seed")
     assert claim["verdict"] == "holds partly"  # by family's noise
 
 
@@ -287,7 +287,7 @@ def test_data_saving(make):
     assert facts["budgets"][0]["interval_95"] is None
     got = verdicts(content)
     claim = "ResFormer (identity) reaches vanilla's loss with less data"
-    assert got[claim] == "holds partly" and "; 4 budgets up to 6.6e-05B tokens in 66 iterations, 1 seed |" in text
+    assert got[claim] == "holds partly" and "; 4 budgets up to 0.066M tokens in 66 iterations, 1 seed |" in text
     for at in ("family", "tokens/40", "tokens/66", "tokens/10"):  # with a second seed
         for system in ("vanilla", "identity"):
             if at != "family":
@@ -456,14 +456,14 @@ def test_mechanism_of_another_budget_has_rows_of_its_own(make):
     assert tables == [(home, s, n, r) for home, n, ranks in (
         ("family", "1-2", ("9.0", "10.0")), ("tokens/40", "1", ("10.0", "11.0")), ("tokens/100", "1", ("11.0", "12.0")))
         for s, r in zip(("vanilla", "identity"), ranks)]
-    assert "tokens/40/ after 4e-05B tokens in 40 iterations; tokens/100/ after 0.0001B tokens in 100 iterations." in text
+    assert "tokens/40/ after 0.04M tokens in 40 iterations; tokens/100/ after 0.1M tokens in 100 iterations." in text
     m = content["mechanism"]["of_runs"]
     assert m["family"]["vanilla_loss"] > m["tokens/40"]["vanilla_loss"] > m["tokens/100"]["vanilla_loss"]
 
     def cell(vanilla, iters, home, seeds="1 seed, over its passages [+0.0700, +0.1200]"):
-        return f"{vanilla + 0.1:.4g} against vanilla's {vanilla:.4g} of the questions; +0.1000, {iters / 1e6:.3g}B tokens in " \
+        return f"{vanilla + 0.1:.4g} against vanilla's {vanilla:.4g} of the questions; +0.1000, {iters / 1e3:.3g}M tokens in " \
             f"{iters} iterations, {seeds}, {home}/"
-    assert "| 0.3005 against vanilla's 0.2 of the questions; +0.1005 [+0.0941, +0.1069], 2e-05B tokens in 20 iterations, " \
+    assert "| 0.3005 against vanilla's 0.2 of the questions; +0.1005 [+0.0941, +0.1069], 0.02M tokens in 20 iterations, " \
         f"2 seeds, family/; also {cell(0.4, 100, 'tokens/100')} | holds |" in claimed  # the lowest of the others
     (make.root / "mechanism/lastword.json").unlink()  # one seed has no noise of its own, and takes none from others
     assert f"| {cell(0.4, 100, 'tokens/100')}; also {cell(0.3, 40, 'tokens/40')} | not testable at this budget |" in make()[1]
@@ -494,7 +494,7 @@ def test_mechanism_of_seeds_is_paired(make):
                                     ("identity", 1338, 0.309))}}))
     content, text, _, _ = make()
     for claim, words in (("½ A (V_n + V_{n-1}) is nearer to cross-layer attention than identity mapping",
-                          "in 4 of 4 layers (of V_(n-1) alone: in 2), 2e-05B tokens in 20 iterations, 2 seeds, family/"),
+                          "in 4 of 4 layers (of V_(n-1) alone: in 2), 0.02M tokens in 20 iterations, 2 seeds, family/"),
                          ("ResFormer (identity) gets more questions right",
                           "0.3045 against vanilla's 0.205 of the questions; +0.0995")):
         assert verdicts(content)[claim] == "holds" and words in text
@@ -547,7 +547,7 @@ def test_a_budget_of_other_seeds_is_named(make):
     for system in ("vanilla", "identity"):
         write_run(make.root / f"tokens/100/{system}/seed1338", 1338, 100, 3.0)
     content, _, _, err = make()
-    assert "tokens" not in content and "tokens/*/identity: in no curve: no seed with vanilla's at each of 1e-05B, 2e-05B" in err
+    assert "tokens" not in content and "tokens/*/identity: in no curve: no seed with vanilla's at each of 0.01M, 0.02M" in err
 
 
 def test_mechanism_reads_each_folder_by_its_own_length_and_pairs(make):
@@ -566,7 +566,7 @@ def test_mechanism_reads_each_folder_by_its_own_length_and_pairs(make):
         (make.root / folder / "lastword.json").write_text(json.dumps({"runs": {
             f"{system}/seed1337": {"against": "identity/seed1337", "bins": cell} for system in ("identity", "vanilla")}}))
     content, text, _, _ = make()
-    assert "1 against vanilla's 3 times uniform attention's; -2.0000, 2e-05B tokens in 20 iterations, 1 seed, family/" in text
+    assert "1 against vanilla's 3 times uniform attention's; -2.0000, 0.02M tokens in 20 iterations, 1 seed, family/" in text
     assert "also 1 against vanilla's 3 times" in text and "has importance 0.0040 or 0.0400: no sink" in text
     assert "over its passages" not in text  # identity's interval is not against vanilla
 
@@ -585,10 +585,10 @@ def test_hurried_schedules_say_nothing_of_tokens(make):
             log.write_text(json.dumps(line) + "\n" + log.read_text())
     content, text, _, _ = make()
     facts = content["saving"]["identity"]["budgets"]
-    assert [b["hurried"] for b in facts] == [False, True, True, False] and "vanilla at 2e-05B: +0.1" in text
+    assert [b["hurried"] for b in facts] == [False, True, True, False] and "vanilla at 0.02M: +0.1" in text
     assert verdicts(content)[claim] == "holds partly"  # read off between 40 and 66, which are not
-    marked = re.findall(r"^\| identity \| (\S+)B \| -0\.\d+(†?) \|", text, re.M)
-    assert marked == [("1e-05", ""), ("2e-05", "†"), ("4e-05", ""), ("6.6e-05", "")]
+    marked = re.findall(r"^\| identity \| (\S+)M \| -0\.\d+(†?) \|", text, re.M)
+    assert marked == [("0.01", ""), ("0.02", "†"), ("0.04", ""), ("0.066", "")]
     shutil.rmtree(make.root / "tokens/66")
     content, text, _, _ = make()
     assert "; the shorter runs' schedule is too short" in text and verdicts(content)[claim] == "not testable at this budget"
@@ -605,7 +605,7 @@ def test_short_schedules_are_told_beside_what_has_them(make):
     write_pool(make.root / "kv/8192", {"svformer": 0.0}, block_size=8192, iters=30)  # a budget that tokens/ lacks
     write_pool(make.root / "sizes/20M", {"identity": 0.0}, iters=30)
     text = make()[1]
-    note = ("In tokens/ the runs of 2e-05B tokens in 20 iterations end above the longer ones when those had seen as many, "
+    note = ("In tokens/ the runs of 0.02M tokens in 20 iterations end above the longer ones when those had seen as many, "
             "before their decay (vanilla +0.250): a part")
     assert text.count(note) == 1 == text.count("a part of the differences is the short")
     assert note in text.partition("## Loss against KV cache")[2].partition("\n## ")[0]
@@ -626,7 +626,7 @@ def test_runs_that_no_table_has_are_named(make):
         shutil.rmtree(make.root / "family" / system / "seed1338")
         write_run(make.root / "family" / system / "seed1338", 1338, final=3.0, **settings)
     content, _, _, _ = make()
-    assert any(line.startswith("family/identity/seed1338: 4e-05B tokens, most runs of family/ have 2e-05B")
+    assert any(line.startswith("family/identity/seed1338: 0.04M tokens, most runs of family/ have 0.02M")
                for line in content["left_out"])
     assert any(line.startswith("family/sparse/seed1338") and "tokens_per_iter" in line for line in content["left_out"])
     assert not [name for name in os.listdir(make.root) if name.startswith(".report")]
@@ -687,7 +687,7 @@ def test_ablations(make):
     assert mean == pytest.approx(-0.03 + 0.001) and rows["identity"]["difference"]["interval_95"] == pytest.approx(
         [mean - 12.706 * 0.001, mean + 12.706 * 0.001], abs=1e-6)
     assert content["ablations"]["noise"]["std"] == pytest.approx(0.002 / math.sqrt(2), rel=1e-4)
-    assert re.search(r"\| hidden_residual \| 2e-05B \| 4\.04\d+ \| \+0\.0410 \[.*\] \| 2 \| \+0\.042 \|", text)
+    assert re.search(r"\| hidden_residual \| 0.02M \| 4\.04\d+ \| \+0\.0410 \[.*\] \| 2 \| \+0\.042 \|", text)
     got = verdicts(content)
     assert got["a residual helps on values only"] == "holds" == got["identity mapping is worse than vanilla"]
     assert got["λ1 = 2 is best of 0.5, 1, 2, 5"] == "holds partly"  # 1 is better
@@ -711,7 +711,7 @@ def test_pools_are_never_mixed(make):
     assert all(x["difference"] is None for of in content["lengths"]["arms"].values() for x in of["systems"].values())
     assert content["rates"]["arms"]["6e-4"]["systems"]["identity"]["difference"]["mean"] == pytest.approx(-0.1)
     assert content["rates"]["arms"]["3e-4"]["systems"]["sparse"]["difference"] is None
-    assert "rates/6e-4/sparse/seed1337: 1e-05B tokens, most runs beside it 2e-05B" in err
+    assert "rates/6e-4/sparse/seed1337: 0.01M tokens, most runs beside it 0.02M" in err
     assert "rates/other: compared with no other rate" in err and list(content["rates"]["best"]) == ["vanilla", "identity"]
     assert verdicts(content)["ResFormer gains at every length"] == "not testable at this budget"
 
@@ -780,7 +780,7 @@ def test_lengths(make):
     for arm, turn in (("512", 6), ("2048", 12), ("8192", 18)):  # half a seed's -0.001 moves it by 0.005 iterations
         assert found[arm]["tokens"] == pytest.approx((turn + 0.005) * PER_ITER, rel=1e-4)
         assert found[arm]["seeds"]["1337"]["iteration"] == pytest.approx(turn, rel=1e-4)
-    assert "| 2048 | svformer |" in text and "crossed at 1.2e-05B tokens" in text
+    assert "| 2048 | svformer |" in text and "crossed at 0.012M tokens" in text
     got = verdicts(content)
     assert got["vanilla overtakes SVFormer later if windows are longer"] == "holds" == got["ResFormer gains at every length"]
     shutil.rmtree(make.root / "lengths/512")
@@ -803,7 +803,7 @@ def test_a_lower_rate_and_another_warmup_are_no_lengths(make):
     content, text, _, _ = make()
     claim = "a lower learning rate makes SVFormer's loss better beside vanilla's"
     assert before[claim] == "not testable at this budget" and verdicts(content) == {**before, claim: "holds"}
-    assert "2048_slow: -0.0200 [-0.0200, -0.0200], 2e-05B tokens in 20 iterations, 2 seeds" in text
+    assert "2048_slow: -0.0200 [-0.0200, -0.0200], 0.02M tokens in 20 iterations, 2 seeds" in text
     assert "| 2048_warm | svformer |" in text
 
 
@@ -893,7 +893,7 @@ def test_bests_take_budget_and_noise_of_their_own_rates(make):
                    learning_rate=rate, min_lr=rate / 10)
     write_pool(make.root / "rates/0.0001", {"identity": -0.1}, iters=40, base=4.0, learning_rate=1e-4, min_lr=1e-5)
     content, text, _, err = make()  # its seeds' noise is not theirs, nor its budget
-    assert "rates/0.0001: compared with no other rate" in err and "identity: -0.1000, 2e-05B tokens in 20 iterations" in text
+    assert "rates/0.0001: compared with no other rate" in err and "identity: -0.1000, 0.02M tokens in 20 iterations" in text
     assert verdicts(content)["the gain is there at each one's best learning rate"] == "not testable at this budget"
 
 
@@ -968,15 +968,15 @@ def test_sizes(make):
     assert found["saving"] == pytest.approx(0.25, abs=1e-4)
     assert found["interval_95"] == pytest.approx([1 - 0.75 * math.exp(s * half / 0.3) for s in (1, -1)], abs=1e-3)
     assert verdicts(content)[claim] == "holds partly"
-    assert "; 4 sizes, 2e-05B tokens, 1 seed |" in text
+    assert "; 4 sizes, 0.02M tokens, 1 seed |" in text
     shutil.rmtree(make.root / "sizes/20M")
     shutil.rmtree(make.root / "sizes/180M")
     content, text, _, _ = make()
-    assert "; 2 sizes, 2e-05B" in text and verdicts(content)[claim] == "not testable at this budget"
+    assert "; 2 sizes, 0.02M" in text and verdicts(content)[claim] == "not testable at this budget"
     found = content["sizes"]["at_largest"]["identity"]
     write_pool(make.root / "sizes/1G", {"identity": less}, seeds=(1337,), iters=40, n_params=10 ** 9)
     content, _, _, err = make()
-    assert "sizes/1G: in no saving: 4e-05B tokens, most sizes 2e-05B" in err
+    assert "sizes/1G: in no saving: 0.04M tokens, most sizes 0.02M" in err
     assert content["sizes"]["at_largest"]["identity"] == found
 
 
@@ -989,13 +989,13 @@ def test_seeds_of_sizes_are_those_of_every_point(make):
                    base=9 - 0.3 * math.log(n), n_params=n, n_params_non_embedding=n // 2)
     content, text, _, _ = make()
     assert content["sizes"]["at_largest"]["identity"]["seeds"] == 1
-    assert "; 3 sizes, 2e-05B tokens, 1 seed | holds partly |" in text
+    assert "; 3 sizes, 0.02M tokens, 1 seed | holds partly |" in text
     for size, n in sizes[:2]:
         write_pool(make.root / "sizes" / size, {"identity": 0.3 * math.log(0.75)}, seeds=(1338,), base=9 - 0.3 * math.log(n),
                    n_params=n, n_params_non_embedding=n // 2)
     content, text, _, _ = make()
     assert content["sizes"]["at_largest"]["identity"]["seeds"] == 2
-    assert "; 3 sizes, 2e-05B tokens, 2 seeds | holds |" in text
+    assert "; 3 sizes, 0.02M tokens, 2 seeds | holds |" in text
 
 
 def test_systems_of_like_names_have_sizes_of_their_own(make):
