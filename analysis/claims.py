@@ -308,7 +308,8 @@ def at_every_length(system):
         pools = of_lengths(records)[1]
         found = {arm: pool.difference(system, "vanilla", pool.tokens) for arm, pool in pools.items()}
         cells = [f"{arm}: {described(d, pools[arm].said()) if d else 'no paired runs'}" for arm, d in found.items()]
-        return "; ".join(cells), together([verdict(d, -1, records.noise_for(pools[arm])) for arm, d in found.items()])
+        verdicts = [verdict(d, -1, records.noise_for(pools[arm])) for arm, d in found.items()]
+        return "; ".join(cells) if any(found.values()) else "", together(verdicts)
     return check
 
 

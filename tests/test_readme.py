@@ -435,6 +435,28 @@ def test_lengths_told_are_the_measured_ones():
         assert words.format(*numbers) in text, words
 
 
+def test_overtaking_told_is_the_measured_one():
+    """At the quickstart's size, at a constant rate, by length of the windows."""
+    text, short = (" ".join(x.split()) for x in (RESULTS, README))
+    report = reported("results/quickstart")["lengths"]
+    point, small = report["critical"]["128"], records.Records(os.path.join(REPO, "results/quickstart")).pools["lengths"]
+    assert {arm: p["kind"] for arm, p in report["critical"].items()} == {
+        "32": "extrapolated", "128": "crossed", "512": "extrapolated"}
+    config = small["128"].runs()[0].config
+    assert config["learning_rate"] == config["min_lr"] == 1e-3 and config["rel_window"] == 200 and config["max_iters"] == 3000
+    curves = {arm: pool.relative("svformer", pool.tokens)[1][0, -1] for arm, pool in small.items()}
+    ends = {arm: of["systems"]["svformer"]["difference"]["mean"] for arm, of in report["arms"].items()}
+    for words, numbers in (
+            ("SVFormer's at iteration {:,.0f} of 3,000 ({:.2f}M tokens) with windows of 128, and ends {:.3f} ahead.", [
+                point["iteration"], point["tokens"] / 1e6, curves["128"]]),
+            ("still leads by {:.3f} at the end, so that it is later,", [-curves["512"]]),
+            ("where it should be sooner, vanilla does not get there, by {:.3f}.", [-curves["32"]]),
+            ("vanilla ends ahead by {:.3f} at 128 and by {:.3f} at 32, SVFormer by {:.3f} at 512", [
+                ends["128"], ends["32"], -ends["512"]])):
+        assert words.format(*numbers) in text, words
+    assert f"it does after {point['tokens'] / 1e6:.2f}M tokens with windows of 128." in short
+
+
 def test_ablations_of_three_seeds_told_are_the_measured_ones():
     """By whole intervals: against vanilla, and within a row of the table."""
     text, short = (" ".join(x.split()) for x in (RESULTS, README))

@@ -811,7 +811,8 @@ def test_an_extrapolated_crossing_says_nothing(make):
     for length, turn in ((512, 6), (2048, 30)):
         write_pool(make.root / "lengths" / str(length), {"svformer": 0.0}, block_size=length, iters=24,
                    of=lambda system, turn=turn: {"training": lambda i: 0.1 * (i - turn) * (system == "svformer")})
-    content = make()[0]
+    content, text, _, _ = make()
+    assert re.search("^Not measured here: .*ResFormer gains at every length", text, re.M)  # no identity there
     assert content["lengths"]["critical"]["2048"]["kind"] == "extrapolated"
     assert content["lengths"]["critical"]["2048"]["iteration"] == pytest.approx(30, abs=0.1)
     assert verdicts(content)["vanilla overtakes SVFormer later if windows are longer"] == "not testable at this budget"
