@@ -17,7 +17,7 @@ import torch
 import prepare
 import sample
 import train
-from analysis import bench, claims, records
+from analysis import bench, claims, records, scaling
 from configurator import configure, describe
 from model import GPT, GPTConfig, KVCache
 
@@ -372,7 +372,10 @@ def test_sizes_told_are_the_measured_ones():
             x, (y,) = pool.relative(system, pool.tokens)
             kept.append(y[-1] / y[abs(x - 1000).argmin()])
     assert len(kept) == 6
+    paper = {size: [statistics.fmean(scaling.TABLE_5[which, size]) for which in "TR"] for size in ("82M", "180M", "468M")}
     for words, numbers in (
+            ("where the paper's is by {:.3f}.", [paper["82M"][0] - paper["180M"][0]]),
+            ("leads by {:.3f}, {:.3f} and {:.3f} at 82M, 180M and 468M.", [t - r for t, r in paper.values()]),
             ("gives {:.0f} and {:.0f} %, other forms up to {:.0f} and {:.0f} %;", lines + most),
             ("without embeddings it is {:.0f} to {:.0f} % and {:.0f} to {:.0f} %.", [
                 100 * pick(of.values()) for of in forms[1] for pick in (min, max)]),
