@@ -416,7 +416,7 @@ def test_lengths_told_are_the_measured_ones():
     of = [curves[arm, "svformer"] for arm in each]
     points = report["lengths"]["critical"]
     assert {points[arm]["kind"] for arm in each} == {"extrapolated"}
-    assert of_results().curve.relative("svformer", 13100 * 65536)[1].max() < 0  # "nothing of it after 13,100"
+    assert of_results().curve.relative("svformer", 13100 * 65536)[1].max() < 0  # "has not crossed after 13,100"
     for arm in ("512", middle):
         y = curves[arm, "identity"]
         assert abs(y[-1]) < 0.7 * abs(y[abs(xs - 1000).argmin()]) < 0.7 * abs(y[abs(xs - 200).argmin()])  # "shrinks"
@@ -450,7 +450,7 @@ def test_overtaking_told_is_the_measured_one():
     curves = {arm: pool.relative("svformer", pool.tokens)[1][0, -1] for arm, pool in small.items()}
     ends = {arm: of["systems"]["svformer"]["difference"]["mean"] for arm, of in report["arms"].items()}
     for words, numbers in (
-            ("SVFormer's at iteration {:,.0f} of 3,000 ({:.2f}M tokens) with windows of 128, and ends {:.3f} ahead.", [
+            ("cross at iteration {:,.0f} of 3,000 ({:.2f}M tokens) with windows of 128, and vanilla ends {:.3f} ahead.", [
                 point["iteration"], point["tokens"] / 1e6, curves["128"]]),
             ("still leads by {:.3f} at the end, so that it is later,", [-curves["512"]]),
             ("where it should be sooner, vanilla does not get there, by {:.3f}.", [-curves["32"]]),
