@@ -6,11 +6,11 @@ What reproduces: the paper's claims, each with the rule of its verdict. analysis
     not seen                        the whole interval or, as far from 0, the mean has the other sign
     not testable at this budget     within that noise, or it is not known; or the runs, or by nature the tokens, are missing
 
-The noise is that of paired differences, pooled over the systems of the same table; where these have one seed, of other runs of
-as many tokens in as many iterations, or of tokens/'s runs with fewer, or of family/'s at as many: 95 % of Student's t, over the
-root of the number of pairs. What analyses of checkpoints found takes no noise from other runs. A claim of several parts holds
-when all do, is not seen when fewer than half of those that could be tested are, and is not testable when fewer than half could
-be tested. A saving takes three budgets or sizes: two points lie on any curve.
+The noise is that of paired differences, pooled over the systems with the most seeds of the same table; where all have one, of
+other runs of as many tokens in as many iterations, or of tokens/'s runs with fewer, or of family/'s at as many: 95 % of
+Student's t, over the root of the number of pairs. What analyses of checkpoints found takes no noise from other runs. A claim
+of several parts holds when all do, is not seen when fewer than half of those that could be tested are, and is not testable
+when fewer than half could be tested. A saving takes three budgets or sizes: two points lie on any curve.
 """
 import math
 import statistics

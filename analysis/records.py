@@ -301,13 +301,15 @@ def reach(sd, n):
 
 def noise(differences):
     """
-    {"std", "df"} of a paired difference from seed to seed; None without a system of two pairs. The std is pooled over systems,
-    the degrees of freedom are those of one: differences to the same runs of a baseline go up and down together.
+    {"std", "df"} of a paired difference from seed to seed; None without a system of two pairs. The std is pooled over the
+    systems with the most seeds, the degrees of freedom are those of one: differences to the same runs of a baseline go up
+    and down together, so that any number of systems of two seeds says little more than one of them.
     """
     several = dict.fromkeys(  # the copies of a run in two folders count once
         tuple(d["seeds"].values()) for d in differences if d and len(d["seeds"]) > 1)
-    pooled = sum((len(v) - 1) * statistics.variance(v) for v in several)
-    return {"std": math.sqrt(pooled / sum(len(v) - 1 for v in several)), "df": max(map(len, several)) - 1} if several else None
+    most = max(map(len, several), default=0)
+    of = [statistics.variance(v) for v in several if len(v) == most]
+    return {"std": math.sqrt(statistics.fmean(of)), "df": most - 1} if of else None
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -106,7 +106,7 @@ def noise_said(sd, where="family/"):
     if not sd:
         return "No system has two paired seeds: the noise between seeds is not known."
     return (f"From seed to seed a difference to vanilla in {where} has a standard deviation of {sd['std']:.4f} (pooled over "
-            f"systems, {freedom(sd)}, as they share vanilla's runs).")
+            f"the systems with the most seeds, {freedom(sd)}, as they share vanilla's runs).")
 
 
 def freedom(sd):

@@ -126,6 +126,15 @@ def test_one_seed_and_the_wrong_sign(make):
     assert "noise between seeds is not known" in text
 
 
+def test_systems_of_fewer_seeds_do_not_narrow_the_noise():
+    """They repeat one contrast, the baseline's own: pooled with the others they halve the noise that decides every verdict."""
+    three = {"mean": 0.0, "seeds": {"1337": -0.02, "1338": 0.0, "1339": 0.02}}
+    two = [{"mean": 0.0, "seeds": {"1337": x, "1338": x + 0.001}} for x in (-0.1, -0.2, -0.3)]
+    alone = records.noise([three])
+    assert alone == {"std": pytest.approx(0.02), "df": 2} and records.noise([*two, three, None]) == alone
+    assert records.noise(two) == {"std": pytest.approx(0.001 / math.sqrt(2)), "df": 1}
+
+
 def test_order_of_variants(make):
     write_family(make.root, {"identity": -0.01, "learnable": -0.03, "constant": -0.04, "sparse": -0.06, "plus": -0.08,
                              "neutreno": 0.01, "denseformer": -0.05})
