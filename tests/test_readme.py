@@ -356,6 +356,10 @@ def test_sizes_told_are_the_measured_ones():
              for s, more in (("identity", " fewer parameters"), ("sparse", ""))]
     saved = "dentity reaches the loss of vanilla's 180M with {} and sparse with {}".format(*cells)
     assert saved in short and saved in text
+    low, high = (records.PAPER_PARAMETERS[i] for i in (0, -1))
+    assert f"{low:.1%} to {high:.2%} after 20B".replace("%", " %").replace(" % to", " to") in text
+    assert f"the paper has {low * 100:.0f} to {high * 100:.0f} % after 20B: the leads of so few tokens are larger." in short
+    assert "layers 6-8 of 8 and 8-12 of 12; 20M is not one of the paper's sizes, and its 468M is not run yet" in text
     forms = [[report["sizes"]["saving"][s][axis]["forms"] for s in ("identity", "sparse")]
              for axis in ("n_params", "n_params_non_embedding")]
     lines, most = ([100 * pick(of) for of in forms[0]] for pick in (lambda of: of["line"], lambda of: max(of.values())))
@@ -401,6 +405,7 @@ def test_lengths_told_are_the_measured_ones():
         assert f"| {arm} | {losses[arm]['vanilla']:.4f} | {' | '.join(cells)} |" in part
     reach, each = records.reach(report["ablations"]["noise"], 1), ("512", middle, "8192")
     assert min(lead[arm]["identity"] for arm in each) > 0 and [arm for arm in each if lead[arm]["identity"] > reach] == ["8192"]
+    assert "curve overtakes SVFormer's at none of them; at the quickstart's size, one seed at a constant rate, it does" in short
     assert "At 512, 2,048 and 8,192 tokens, one seed, identity is ahead, at 8,192 by more than the noise, and" in short
     three = report["ablations"]["arms"][""]["systems"]["identity"]["difference"]
     assert len(three["seeds"]) == 3 and three["interval_95"][1] < 0 and "three seeds put its lead beyond it, too" in text
