@@ -27,6 +27,16 @@ README, RESULTS, PERFORMANCE = (open(os.path.join(REPO, name), encoding="utf-8")
 SCRIPTS = {"train.py": train.Config, "prepare.py": prepare.Config, "sample.py": sample.Config}
 
 
+def flat(text):
+    """On one line, so that words are found wherever its lines break."""
+    return " ".join(text.split())
+
+
+def section(document, title):
+    """What follows that heading, up to the next of its level."""
+    return document.partition(title)[2].partition("\n## ")[0]
+
+
 def reported(folder="results"):
     """The numbers of that folder's report."""
     with open(os.path.join(REPO, folder, "report.json"), encoding="utf-8") as f:
@@ -103,7 +113,7 @@ def test_ci_runs_the_readmes_test_command():
 
 
 def test_no_package_is_listed_twice():
-    table = README.partition("## What each dependency is for")[2].partition("\n## ")[0]
+    table = section(README, "## What each dependency is for")
     cells = re.findall(r"^\| (?!package|---)([^|]+?) \|", table, flags=re.M)
     packages = [name.strip() for cell in cells for name in re.sub(r"\(.*?\)", "", cell).split(",")]
     assert len(packages) > 10 and len(packages) == len(set(packages))
@@ -132,7 +142,7 @@ def test_quickstart_table_is_the_measured_one():
     with open(os.path.join(REPO, "results", "quickstart", "summary.json"), encoding="utf-8") as f:
         assert train.table(summary := json.load(f)) in README
     rates = reported("results/quickstart")["rates"]
-    text = " ".join(README.partition("## What the quickstart shows")[2].partition("\n## ")[0].split())
+    text = flat(section(README, "## What the quickstart shows"))
     best, strong = ([rates[key][s] for s in ("vanilla", "resformer", "svformer")] for key in ("best_plain", "best_stronger"))
     assert [x["rate"] for x in best] == ["1e-3", "2e-3", "2e-3"]
     assert [x["rate"] for x in strong] == ["1e-3_strong", "2e-3_strong", "2e-3_strong"]
@@ -177,7 +187,7 @@ def test_learning_rates_told_are_the_measured_ones():
     """docs/results.md's answer to whether the gain at 82M is the rate's or a weak baseline's: results/rates/'s seed 1337."""
     report = reported()["rates"]
     part = RESULTS.partition("## More tokens")[2].partition("## What the paper varies")[0]
-    text, systems = " ".join(part.split()), ("identity", "sparse", "svformer")
+    text, systems = flat(part), ("identity", "sparse", "svformer")
     curve = of_results().curve
     losses = {arm: {s: end(f"rates/{arm}/{s}/seed1337") for s in ("vanilla", *systems) if s in of["systems"]}
               for arm, of in report["arms"].items()}
@@ -201,7 +211,7 @@ def test_learning_rates_told_are_the_measured_ones():
     assert [len(of) for of in beyond.values()] == [0, 3, 1] and beyond["svformer"] == ["2.4e-3_strong"]
     assert "at all three rates, SVFormer's at the highest only and identity's at none (at 6e-4 it is not without" in text
     assert ("stays beyond the noise at the paper's rate and at twice and four times of it, SVFormer's only at four times, "
-            "identity's at none of them.") in " ".join(README.split())
+            "identity's at none of them.") in flat(README)
     best, plain = ([-report[key][s]["difference"]["mean"] for s in systems] for key in ("best", "best_plain"))
     assert all(mine > -base for s in ("identity", "svformer") for mine, base in zip(  # "mostly"
         changes[s][1:], changes["vanilla"][1:]))
@@ -246,8 +256,8 @@ ABLATED = {  # rows of README's table: {what: {said: system}}
 
 def test_ablations_told_are_the_measured_ones():
     report = reported()
-    part = RESULTS.partition("## What the paper varies")[2].partition("\n## ")[0]
-    text = " ".join(part.split())
+    part = section(RESULTS, "## What the paper varies")
+    text = flat(part)
     large, small = ({s: x["difference"] for s, x in numbers["ablations"]["arms"][""]["systems"].items() if s != "vanilla"}
                     for numbers in (report, reported("results/quickstart")))
     d, small = {s: x["seeds"]["1337"] for s, x in large.items()}, {s: x["mean"] for s, x in small.items()}
@@ -261,7 +271,7 @@ def test_ablations_told_are_the_measured_ones():
     identity = records.spread(report["ablations"]["arms"][""]["systems"]["identity"]["difference"], "+.3f")
     assert f"by three seeds identity ({identity})" in text and "+0.000" not in identity.partition("[")[2]
     residuals, _, lambdas, layers, instead, _, shared, _ = ABLATED.values()
-    short = " ".join(README.split())
+    short = flat(README)
     ahead = {s for s, x in d.items() if x < -reach}
     assert ahead == {*list(lambdas.values())[:4], *layers.values(), "svformer"}
     assert "λ1 = 5 in every set of layers, SVFormer, and by three seeds identity" in text
@@ -300,8 +310,8 @@ def test_ablations_told_are_the_measured_ones():
 
 def test_caches_told_are_the_measured_ones():
     report = reported()
-    part = RESULTS.partition("## A smaller KV cache")[2].partition("\n## ")[0]
-    text, arms = " ".join(part.split()), {n: of["systems"] for n, of in report["kv"]["arms"].items()}
+    part = section(RESULTS, "## A smaller KV cache")
+    text, arms = flat(part), {n: of["systems"] for n, of in report["kv"]["arms"].items()}
     assert list(arms) == ["2048", "8192"] and all(x["seeds"] == [1337] for of in arms.values() for x in of.values())
     short, long = ({s: end(f"kv/{length}/{s}/seed1337") for s in of} for length, of in arms.items())
     size, wide = ({s: x["kv_bytes_per_token"] for s, x in of.items()} for of in arms.values())
@@ -334,14 +344,14 @@ def test_caches_told_are_the_measured_ones():
             ("the lead grows to {:.2f} around iteration 1,050, and {:.2f} is left", [-far[widest], -far[-1]])):
         assert words.format(*numbers) in text, words
     assert "(a seventh of the cache)" in text and "there it is behind until iteration 850" in text
-    short_of = " ".join(README.partition("In short:\n")[2].partition("\n<!--")[0].split())
+    short_of = flat(README.partition("In short:\n")[2].partition("\n<!--")[0])
     assert "(a seventh of vanilla's KV cache), is ahead of vanilla, GQA and CLA at 2,048 tokens and far more at" in short_of
 
 
 def test_sizes_told_are_the_measured_ones():
-    report, short = reported(), " ".join(README.split())
-    part = RESULTS.partition("## Model sizes")[2].partition("\n## ")[0]
-    text, arms, found = " ".join(part.split()), report["sizes"]["arms"], report["sizes"]["at_largest"]
+    report, short = reported(), flat(README)
+    part = section(RESULTS, "## Model sizes")
+    text, arms, found = flat(part), report["sizes"]["arms"], report["sizes"]["at_largest"]
     assert list(arms) == ["20M", "82M", "180M"]
     assert all(x["seeds"] == [1337] for of in arms.values() for x in of["systems"].values())
     lead = {}
@@ -393,9 +403,9 @@ def test_sizes_told_are_the_measured_ones():
 
 
 def test_lengths_told_are_the_measured_ones():
-    report, short = reported(), " ".join(README.split())
-    part = RESULTS.partition("## Window lengths")[2].partition("\n## ")[0]
-    text, arms = " ".join(part.split()), report["lengths"]["arms"]
+    report, short = reported(), flat(README)
+    part = section(RESULTS, "## Window lengths")
+    text, arms = flat(part), report["lengths"]["arms"]
     slow, brief, middle = "2048_2e-4", "2048_warmup12", "2048"
     assert set(arms) == {"512", middle, slow, brief, "8192"}
     losses = {arm: {s: end(f"lengths/{arm}/{s}/seed1337") for s in of["systems"]} for arm, of in arms.items()}
@@ -455,7 +465,7 @@ def test_lengths_told_are_the_measured_ones():
 
 def test_overtaking_told_is_the_measured_one():
     """At the quickstart's size, at a constant rate, by length of the windows."""
-    text, short = (" ".join(x.split()) for x in (RESULTS, README))
+    text, short = map(flat, (RESULTS, README))
     report = reported("results/quickstart")["lengths"]
     point, small = report["critical"]["128"], records.Records(os.path.join(REPO, "results/quickstart")).pools["lengths"]
     assert {arm: p["kind"] for arm, p in report["critical"].items()} == {
@@ -477,7 +487,7 @@ def test_overtaking_told_is_the_measured_one():
 
 def test_ablations_of_three_seeds_told_are_the_measured_ones():
     """By whole intervals: against vanilla, and within a row of the table."""
-    text, short = (" ".join(x.split()) for x in (RESULTS, README))
+    text, short = map(flat, (RESULTS, README))
     systems = reported("results/quickstart")["ablations"]["arms"][""]["systems"]
     d = {s: x["difference"] for s, x in systems.items() if s != "vanilla"}
     assert all(len(x["seeds"]) == 3 for x in systems.values())
@@ -511,14 +521,14 @@ def test_ablations_of_three_seeds_told_are_the_measured_ones():
 
 def test_family_table_is_the_measured_one():
     report = reported()
-    table = README.partition("## On real text")[2].partition("\n## ")[0]
+    table = section(README, "## On real text")
     budgets = {t: {s: d["mean"] for s, x in report["tokens"].items() for t_, d in zip(x["tokens"], x["differences"]) if t_ == t}
                for t in report["tokens"]["identity"]["tokens"]}
     assert table.count("\n| ") == 2 + len(report["family"]["systems"])
     assert RESULTS.count("\n| ") == sum(2 + len(of) for of in (
         budgets, report["sizes"]["arms"], report["rates"]["arms"], ABLATED, report["kv"]["arms"]["2048"]["systems"],
         report["lengths"]["arms"]))
-    more = RESULTS.partition("## More tokens")[2].partition("\n## ")[0]
+    more = section(RESULTS, "## More tokens")
     for system, x in report["family"]["systems"].items():
         d, paper = x["difference"], f"{x['paper']:+.3f}" if x["paper"] else "-"
         cells = f"{records.spread(x.get('difference_halfway'))} | {records.spread(d)}"
@@ -534,13 +544,13 @@ def test_family_table_is_the_measured_one():
         cells = [f"{of[s]:+.4f}" if s in of else "-" for s in report["tokens"]]
         assert f"| {tokens / 1e9:.3f}B | {tokens / 214305319:.2f} | {loss:.4f} | {' | '.join(cells)} |" in more
     ratios = [x["difference"]["mean"] / x["paper"] for x in report["family"]["systems"].values() if x["paper"]]
-    assert f"they still are {min(ratios):.1f} to {max(ratios):.1f} times the paper's" in " ".join(table.split())
+    assert f"they still are {min(ratios):.1f} to {max(ratios):.1f} times the paper's" in flat(table)
     large = [report["family"]["systems"][s]["difference"]["seeds"]["1337"] for s in report["tokens"]]
     curve = of_results().curve
     trained = [curve.relative(s, 524288000)[1][0, -1] for s in report["tokens"]]
     trained_most = [curve.relative(s, 858521600)[1][0, -1] for s in report["tokens"]]
     assert report["tokens"]["svformer"]["tokens"][-1] == 858521600 and trained_most[-1] < 0  # "has not happened yet"
-    sd, said = curve.noise(131072000), " ".join(more.split())
+    sd, said = curve.noise(131072000), flat(more)
     for words, numbers in (
             ("take it from {1:.3f} to {0:.3f}", ends),
             ("from {:.3f} to {:.3f} (identity), from {:.3f} to {:.3f} (sparse) and from {:.3f} to {:.3f} (SVFormer)",
@@ -563,7 +573,7 @@ def test_family_table_is_the_measured_one():
 
 def test_speeds_of_the_first_runs_are_the_logged_ones():
     with open(os.path.join(REPO, "results", "README.md"), encoding="utf-8") as f:
-        text = " ".join(f.read().split())
+        text = flat(f.read())
     steps = [train.read_log(os.path.join(REPO, "results", "first-run", name))[0]
              for name in ("resformer", "ddp2", "ddp4", "fp16")]
     speeds = [f"{statistics.median(s['tokens_per_s'] for s in of.values()):,.0f}" for of in steps]
@@ -593,7 +603,7 @@ def test_performance_blocks_are_the_measured_ones():
             table = next(t for k, t in measured(f"{name}.json").items() if k.startswith(f"config/{size}.py --decode"))
             peer, ours = [row["tokens_per_s"] for row in table["rows"].values()][:2]
             ratios.append(f"{ours / peer:.2f}")
-        assert "{}, {} and {} × ".format(*ratios) in " ".join(PERFORMANCE.split())
+        assert "{}, {} and {} × ".format(*ratios) in flat(PERFORMANCE)
     decoding = measured("cpu.json")["config/82M.py --decode=1000 --device=cpu"]["rows"]
     cached, uncached = (r["tokens_per_s"] for r in decoding.values())
     assert f"{cached:.1f} against {uncached:.2f} tokens/s" in PERFORMANCE and f"{cached / uncached:.0f} times" in PERFORMANCE
@@ -630,7 +640,7 @@ def test_fast_and_plain_losses_are_the_logged_ones():
     logs = {name: train.read_log(os.path.join(REPO, "results", "fast", name))[0] for name in names}
     losses = {name: [steps[i]["loss"] for i in range(200)] for name, steps in logs.items()}
     ends = {name: statistics.fmean(x[-50:]) for name, x in losses.items()}
-    text = " ".join(PERFORMANCE.split())
+    text = flat(PERFORMANCE)
     assert "the last 50 is {fast:.3f} and {earlier_fast:.3f} in two runs of the fast paths".format(**ends) in text
     assert "{plain:.3f} and {earlier_plain:.3f} in two of the plain ones, and {plain16:.3f} in one".format(**ends) in text
     plain = statistics.fmean([ends["plain"], ends["earlier_plain"]])
@@ -645,7 +655,7 @@ def test_fast_and_plain_losses_are_the_logged_ones():
 def test_preparing_is_the_measured_one():
     rows = list(measured("cpu.json")["--shards=PATH --num_proc=2"]["rows"].values())
     whole, bare = ([r["seconds"] for r in rows[i::2]] for i in (0, 1))
-    text = " ".join(PERFORMANCE.split())
+    text = flat(PERFORMANCE)
     assert "{:.1f}, {:.1f} and {:.1f} s against {:.1f}, {:.1f} and {:.1f}.".format(*whole, *bare) in text
     assert "has {:.0f}, {:.0f} and {:.0f} % of their speed, {:.0f} % in all".format(
         *(b / w * 100 for w, b in zip(whole, bare)), sum(bare) / sum(whole) * 100) in text
@@ -681,7 +691,7 @@ def test_speed_and_waiting_of_whole_runs_are_the_logged_ones():
     assert waits.count(once) == waits.count(twice) == 10
     words = (f"waited for {most:.2%} of the time at most,", f"but twice: {once:.2%} of ten iterations",
              f"and {twice:.2%} of ten of")
-    assert all(w.replace("%", " %") in " ".join(line.split()) for w in words)
+    assert all(w.replace("%", " %") in flat(line) for w in words)
 
 
 def test_systems_table_is_the_measured_one():
@@ -708,7 +718,7 @@ def test_systems_table_is_the_measured_one():
 
 
 def test_sinks_and_drains_are_the_measured_ones():
-    words = " ".join(README.partition("## See the mechanism")[2].partition("\n## ")[0].split())
+    words = flat(section(README, "## See the mechanism"))
     vanilla = []
     for budget in ("8000", "4000"):
         content, alike = (json.load(open(os.path.join(REPO, "results", "mechanism", budget, name), encoding="utf-8"))
