@@ -352,49 +352,54 @@ def test_sizes_told_are_the_measured_ones():
     report, short = reported(), flat(README)
     part = section(RESULTS, "## Model sizes")
     text, arms, found = flat(part), report["sizes"]["arms"], report["sizes"]["at_largest"]
-    assert list(arms) == ["20M", "82M", "180M"]
+    assert list(arms) == ["20M", "82M", "180M", "468M"]
     assert all(x["seeds"] == [1337] for of in arms.values() for x in of["systems"].values())
     lead = {}
     for arm, of in arms.items():
-        x, own = of["systems"]["vanilla"], next(s for s in of["systems"] if s.startswith("sparse"))
-        lead[arm] = [-of["systems"][s]["difference"]["mean"] for s in ("identity", own)]
+        x, own = of["systems"]["vanilla"], [s for s in of["systems"] if s.startswith("sparse")]
+        lead[arm] = [-of["systems"][s]["difference"]["mean"] for s in ("identity", *own)]
         assert (f"| {arm} | {x['n_params'] / 1e6:.1f}M | {x['n_params_non_embedding'] / 1e6:.1f}M | {x['val_mean']:.4f} | "
-                + " | ".join(f"{-y:+.4f}" for y in lead[arm])) in part
+                + " | ".join([f"{-y:+.4f}" for y in lead[arm]] + ["-"] * (not own)) + " |") in part
         assert of["learning_rate"] == 6e-4
         n = x["n_params"]
-    cells = ["{:.0%}{} [{:.0%}, {:.0%}]".format(found[s]["saving"], more, *found[s]["interval_95"]).replace("%", " %")
-             for s, more in (("identity", " fewer parameters"), ("sparse", ""))]
-    saved = "dentity reaches the loss of vanilla's 180M with {} and sparse with {}".format(*cells)
+    saved = "dentity reaches the loss of vanilla's 468M with {:.0%} fewer parameters [{:.0%}, {:.0%}],".format(
+        found["identity"]["saving"], *found["identity"]["interval_95"]).replace("%", " %")
     assert saved in short and saved in text
+    beyond = "with {:.0%}, but of [{:.0%}, {:.0%}] the lower end lies beyond its sizes.".format(
+        found["sparse"]["saving"], *found["sparse"]["interval_outside"]).replace("%", " %")
+    assert "Sparse does so between its 82M and its 180M, " + beyond in text and found["sparse"]["sizes"] == 3
     low, high = (records.PAPER_PARAMETERS[i] for i in (0, -1))
     assert f"{low:.1%} to {high:.2%} after 20B".replace("%", " %").replace(" % to", " to") in text
-    assert f"the paper has {low * 100:.0f} to {high * 100:.0f} % after 20B: the leads of so few tokens are larger." in short
-    assert "layers 6-8 of 8 and 8-12 of 12; 20M is not one of the paper's sizes, and its 468M is not run yet" in text
+    assert f"the paper has {low * 100:.0f} to {high * 100:.0f} % after 20B: after so few tokens" in short
+    assert "after so few tokens the leads are larger, and vanilla's 468M is little ahead of its 180M." in short
+    assert "layers 6-8 of 8 and 8-12 of 12, and its 468M is not run yet; 20M is not one of the paper's sizes" in text
     forms = [[report["sizes"]["saving"][s][axis]["forms"] for s in ("identity", "sparse")]
              for axis in ("n_params", "n_params_non_embedding")]
     lines, most = ([100 * pick(of) for of in forms[0]] for pick in (lambda of: of["line"], lambda of: max(of.values())))
     assert all(min(of.values()) == of["line"] for axis in forms for of in axis)
     losses = {arm: of["systems"]["vanilla"]["val_mean"] for arm, of in arms.items()}
     reach = math.sqrt(2) * records.reach(report["ablations"]["noise"], 1)
-    change = [lead["180M"][i] - lead["20M"][i] for i in (0, 1)]
-    assert lead["20M"][0] < lead["82M"][0] < lead["180M"][0] and lead["20M"][1] > lead["82M"][1] > lead["180M"][1]
+    change = [lead["468M"][0] - lead["20M"][0], lead["180M"][1] - lead["20M"][1]]
+    assert lead["20M"][0] < lead["82M"][0] < lead["180M"][0] < lead["468M"][0]
+    assert lead["20M"][1] > lead["82M"][1] > lead["180M"][1]
     assert max(map(abs, change)) < reach and "sparse's shrinks" in text and "identity's lead grows" in text
-    gone = losses["82M"] - losses["180M"]
-    assert gone < lead["82M"][1]  # "less than sparse's lead at 82M"
+    gone = losses["180M"] - losses["468M"]
+    assert gone < min(lead["180M"][0], lead["468M"][0])  # "less than identity's lead at either"
+    assert losses["82M"] - lead["82M"][1] > losses["468M"] > losses["180M"] - lead["180M"][1]  # "between its 82M and its 180M"
     kept = []
     for pool in of_results().pools["sizes"].values():
         for system in set(pool.systems(pool.tokens)) - {"vanilla"}:
             x, (y,) = pool.relative(system, pool.tokens)
             kept.append(y[-1] / y[abs(x - 1000).argmin()])
-    assert len(kept) == 6
+    assert len(kept) == 7
     paper = {size: [statistics.fmean(scaling.TABLE_5[which, size]) for which in "TR"] for size in ("82M", "180M", "468M")}
     for words, numbers in (
-            ("where the paper's is by {:.3f}:", [paper["82M"][0] - paper["180M"][0]]),
+            ("where the paper's is by {:.3f}:", [paper["180M"][0] - paper["468M"][0]]),
             ("leads by {:.3f}, {:.3f} and {:.3f} at 82M, 180M and 468M.", [t - r for t, r in paper.values()]),
             ("gives {:.0f} and {:.0f} %, other forms up to {:.0f} and {:.0f} %;", lines + most),
             ("without embeddings it is {:.0f} to {:.0f} % and {:.0f} to {:.0f} %.", [
                 100 * pick(of.values()) for of in forms[1] for pick in (min, max)]),
-            ("Vanilla's 180M is also only {:.3f} ahead of its 82M, less than sparse's lead at 82M,", [gone]),
+            ("its 468M is only {:.3f} ahead of its 180M, less than identity's lead at either,", [gone]),
             ("it has seen {:.1f} tokens per parameter", [131072000 / n]),
             ("on the training batches shrank to {:.2f} to {:.2f} of itself.", [min(kept), max(kept)]),
             ("by {:.3f} in all, and sparse's shrinks, by {:.3f}, is within the noise of such a change ({:.3f};", [
