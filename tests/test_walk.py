@@ -78,6 +78,23 @@ def test_every_command_is_tested():
                for words in COMMANDS) and len(COMMANDS) > 12
 
 
+def test_the_walk_at_twice_the_rate_is_the_recorded_one():
+    """results/quickstart/walk/: exercise 6's models, asked what chapter 3 asks those of the quickstart."""
+    text = " ".join(TEXT.split())
+    mapping, spectrum = (json.load(open(os.path.join(REPO, f"results/quickstart/walk/{name}.json"), encoding="utf-8"))["models"]
+                         for name in ("mapping", "spectrum"))
+    at = mapping["vanilla"]
+    nearer = [n for n, four, six in zip(at["layers"], at["approximation"], at["identity"]) if six > four]
+    assert nearer == [4, 5, 6] and "has Eq 6 closer than Eq 4 in layers 4, 5 and 6." in text
+    assert all(four > alone for four, alone in zip(at["approximation"], at["identity_previous"]))  # "only the second half"
+    vanilla, own, mixed = (spectrum[s]["layers"] for s in ("vanilla", "resformer", "resformer mixed"))
+    assert all(a["effective_rank"] < b["effective_rank"] for a, b in zip(own[1:], mixed, strict=True))  # "wider than V_n"
+    assert [v["layer"] for v, r in zip(vanilla, own, strict=True) if v["largest"] < r["largest"]] == [3]
+    found = [[round(pick(row[key] for row in vanilla)) for pick in (min, max)] for key in ("largest", "effective_rank")]
+    assert ("vanilla's largest eigenvalue is {} to {}, above ResFormer's in every layer but the third, and its values use "
+            "{} to {} directions.)").format(*found[0], *found[1]) in text
+
+
 def test_quoted_lines_are_those_of_the_model():
     with open(os.path.join(REPO, "model.py"), encoding="utf-8") as f:
         lines = f.read().splitlines()
