@@ -366,14 +366,14 @@ def at_best_rates(key, *systems):
 
 
 def saves_parameters(system):
-    """Of all parameters, at vanilla's largest size."""
+    """Of all parameters, at vanilla's largest size that the system has, too."""
     def check(_, numbers):
         sizes = numbers.get("sizes", {})
         found = sizes.get("at_largest", {}).get(system)
         if not found or found["saving"] is None or found["extrapolated"]:
             return "vanilla's loss lies between the system's at no two sizes" * bool(found), NOT_TESTABLE
         here, v = saved(found, found["seeds"], found["sizes"])
-        return f"{here}; {found['sizes']} sizes, {amount(sizes['tokens'])} tokens, {seeded(found['seeds'])}", v
+        return f"{here} at {found['at']}; {found['sizes']} sizes, {amount(sizes['tokens'])} tokens, {seeded(found['seeds'])}", v
     return check
 
 

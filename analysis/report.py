@@ -59,12 +59,12 @@ from analysis.relative_loss import t_95
 from configurator import REPO, UserError, command, configure
 
 LEGEND = ("Losses in nats per token; a difference below 0 is a lower loss than the other's. Brackets: 95 % intervals, of the "
-          "noise between seeds unless the cell names another. holds: the interval over two or more seeds has the paper's sign, "
-          "which says nothing of its size or of 20B tokens; holds partly: only the mean has it, but beyond the noise between "
-          "seeds, or only a part of the claim does; not seen: the other sign; not testable: within that noise, or not run, or "
-          "it takes more tokens. "
-          "by construction: a property of the code. Where two folders of runs are named, the verdict is of the first, which "
-          "has more seeds or the lower loss. Systems: README's table of every system.")
+          "noise between seeds unless the cell names another; *: an end of it lies beyond what was run. holds: the interval "
+          "over two or more seeds has the paper's sign, which says nothing of its size or of 20B tokens; holds partly: only "
+          "the mean has it, but beyond the noise between seeds, or only a part of the claim does; not seen: the other sign; "
+          "not testable: within that noise, or not run, or it takes more tokens. by construction: a property of the code. "
+          "Where two folders of runs are named, the verdict is of the first, which has more seeds or the lower loss. Systems:"
+          " README's table of every system.")
 START, END = "<!-- what reproduces: python -m analysis.report results/ -->", "<!-- end -->"
 UNIT = "loss - vanilla's (nats per token)"
 OVERTAKEN = "svformer",  # by vanilla, in the paper: what keeps its sign, as a D^-b, is no form for its difference
@@ -554,39 +554,49 @@ def sizes(records):
     for arm, pool in pools.items():
         if pool.tokens != usual:
             records.skip(f"sizes/{arm}", f"in no saving: {amount(pool.tokens)} tokens, most sizes {amount(usual)}")
-    names = {re.sub(r"_\d+$", "", os.path.basename(run.system)) for run in runs}  # sparse_12 is sparse, at 12 layers
+    def name(run):
+        return re.sub(r"_\d+$", "", os.path.basename(run.system))  # sparse_12 is sparse, at 12 layers
     try:
         with hearing(lambda name, reason: records.skip(f"sizes/{name.removeprefix('sizes/')}", reason)):
-            comparisons = scaling.from_runs(scaling.Config(systems=",".join(names), baseline="vanilla"), runs)
+            names = ",".join({name(run) for run in runs})
+            comparisons = scaling.from_runs(scaling.Config(systems=names, baseline="vanilla"), runs)
     except UserError as e:
         records.skip("sizes", e)
     forms, largest, panels, notes = {}, {}, [], []
     for system, base, axis, fixed, of_base, own in comparisons:
         if axis == "tokens" or fixed != f"{usual:,} tokens":
             continue
+        # a fit through other sizes would differ where the curve bends
+        both = {arm: pool.runs() for arm, pool in pools.items() if {base, system} <= {name(run) for run in pool.runs()}}
+        at_both = {run.config[axis] for of in both.values() for run in of}
+        of_base, own = ({n: losses for n, losses in of.items() if n in at_both} for of in (of_base, own))
+        if min(len(of_base), len(own)) < 2:
+            records.skip(f"sizes/{system}", f"it and {base} need two sizes in common")
+            continue
         r = forms.setdefault(system, {})[axis] = scaling.analyse("piecewise", of_base, own)
-        notes.append(f"{system} saves of {scaling.AXES[axis]}, by the form of both fits over {len(own)} sizes: " + ", ".join(
+        notes.append(f"{system} saves of {scaling.AXES[axis]}, by the form of both fits over {', '.join(both)}: " + ", ".join(
             f"{form} {scaling.percent(x)}" for form, x in r["forms"].items()) + ".")
         panels.append({**scaling.panel("piecewise", system, base, axis, fixed, r), "title": f"{system}, {fixed}"})
         if axis == "n_params":
             x, at = max(of_base), {n: statistics.fmean(losses.values()) for n, losses in own.items()}
             # of seeds that not all points have each counts for one
             seeds = len(set.intersection(*(set(losses) for of in (of_base, own) for losses in of.values()))) or 1
-            largest[system] = {"seeds": seeds, "sizes": len(at), **horizontal(
+            arm = next(arm for arm, of in both.items() if x in {run.config[axis] for run in of if name(run) == base})
+            largest[system] = {"seeds": seeds, "sizes": len(at), "at": arm, **horizontal(
                 sorted(at), [at[n] for n in sorted(at)], x, statistics.fmean(of_base[x].values()),
                 unpaired(records.noise_for(max(
                     (p for p in pools.values() if p.tokens == usual), key=lambda p: len(p.points)), None), seeds))}
             notes.append(f"{system} saves {scaling.percent(largest[system]['saving'])}"
                          + saving_interval(largest[system])
-                         + " of all parameters at vanilla's largest size, by its own losses, linear in ln N between sizes.")
+                         + f" of all parameters at vanilla's {arm}, by its own losses, linear in ln N between sizes.")
     return compared(
         records, "sizes", "Parameters", "size", {
             "parameters": lambda arm, s, x: f"{x['n_params']:,}",
             "without embeddings": lambda arm, s, x: f"{x['n_params_non_embedding']:,}"},
-        [f"A saving is 1 - N* / N, where the system's loss at N* is vanilla's at its largest size N. The paper has "
-         f"{', '.join(map(scaling.percent, PAPER_PARAMETERS))} (v3, v4, v5; 20B tokens, total N); v3's is what a line in ln N "
-         "gives. Learning rate and schedule are the same at all sizes. " + NOISE_OF_SAVINGS, *notes], panels,
-        "The horizontal gap between the lines at vanilla's largest size is the saving",
+        [f"A saving is 1 - N* / N, where the system's loss at N* is vanilla's at N, the largest size that both have. "
+         f"The paper has {', '.join(map(scaling.percent, PAPER_PARAMETERS))} (v3, v4, v5; 20B tokens, total N); v3's is what a "
+         "line in ln N gives. Learning rate and schedule are the same at all sizes. " + NOISE_OF_SAVINGS, *notes], panels,
+        "The horizontal gap between the lines at the largest size is the saving",
         {"saving": forms, "at_largest": largest, "tokens": usual})
 
 

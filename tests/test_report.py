@@ -990,6 +990,27 @@ def test_sizes(make):
     assert content["sizes"]["at_largest"]["identity"] == found
 
 
+def test_a_system_is_compared_over_the_sizes_that_it_has(make):
+    """Losses on a line in ln N up to 180M and off it at 468M, where the system was not run."""
+    less = 0.3 * math.log(0.75)
+    for size, n, bend in (("20M", 20_000_000, 0), ("82M", 82_000_000, 0), ("180M", 180_000_000, 0), ("468M", 468_000_000, 0.2)):
+        write_pool(make.root / "sizes" / size, dict.fromkeys(["identity"] + ["sparse"] * (size != "468M"), less), seeds=(1337,),
+                   base=9 - 0.3 * math.log(n) + bend, n_params=n, n_params_non_embedding=n // 2)
+    content, text, _, _ = make()
+    saving, largest = content["sizes"]["saving"], content["sizes"]["at_largest"]
+    assert (largest["identity"]["at"], largest["sparse"]["at"]) == ("468M", "180M")
+    assert (largest["identity"]["sizes"], largest["sparse"]["sizes"]) == (4, 3)
+    for axis in ("n_params", "n_params_non_embedding"):
+        assert saving["sparse"][axis]["forms"]["line"] == pytest.approx(0.25, abs=1e-4)
+        assert [len(p["x"]) for p in saving["sparse"][axis]["points"]] == [3, 3]
+    assert largest["sparse"]["saving"] == pytest.approx(0.25, abs=1e-4) and largest["identity"]["saving"] > 0.5
+    assert "by the form of both fits over 20M, 82M, 180M: " in text and "of all parameters at vanilla's 180M, by" in text
+    for size in ("20M", "82M"):
+        shutil.rmtree(make.root / "sizes" / size / "sparse")
+    content, _, _, err = make()
+    assert "sparse" not in content["sizes"]["at_largest"] and "sizes/sparse: left out: it and vanilla need two sizes" in err
+
+
 def test_seeds_of_sizes_are_those_of_every_point(make):
     """With two seeds at the largest size alone, its saving is one seed's."""
     sizes = (("20M", 20_000_000), ("82M", 82_000_000), ("180M", 180_000_000))

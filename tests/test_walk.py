@@ -80,19 +80,40 @@ def test_every_command_is_tested():
 
 def test_the_walk_at_twice_the_rate_is_the_recorded_one():
     """results/quickstart/walk/: exercise 6's models, asked what chapter 3 asks those of the quickstart."""
-    text = " ".join(TEXT.split())
-    mapping, spectrum = (json.load(open(os.path.join(REPO, f"results/quickstart/walk/{name}.json"), encoding="utf-8"))["models"]
-                         for name in ("mapping", "spectrum"))
-    at = mapping["vanilla"]
-    nearer = [n for n, four, six in zip(at["layers"], at["approximation"], at["identity"]) if six > four]
-    assert nearer == [4, 5, 6] and "has Eq 6 closer than Eq 4 in layers 4, 5 and 6." in text
-    assert all(four > alone for four, alone in zip(at["approximation"], at["identity_previous"]))  # "only the second half"
-    vanilla, own, mixed = (spectrum[s]["layers"] for s in ("vanilla", "resformer", "resformer mixed"))
-    assert all(a["effective_rank"] < b["effective_rank"] for a, b in zip(own[1:], mixed, strict=True))  # "wider than V_n"
-    assert [v["layer"] for v, r in zip(vanilla, own, strict=True) if v["largest"] < r["largest"]] == [3]
-    found = [[round(pick(row[key] for row in vanilla)) for pick in (min, max)] for key in ("largest", "effective_rank")]
-    assert ("vanilla's largest eigenvalue is {} to {}, above ResFormer's in every layer but the third, and its values use "
-            "{} to {} directions.)").format(*found[0], *found[1]) in text
+    text, rows = " ".join(TEXT.split()), dict(row[:2] for row in FOUND["tables"]["loss"])
+    mapping, spectrum, runs = (json.load(open(os.path.join(REPO, f"results/quickstart/walk/{name}.json"), encoding="utf-8"))
+                               for name in ("mapping", "spectrum", "summary"))
+    ends = runs["vanilla"]["val_loss"]["mean"], float(rows["vanilla"])
+    assert "At twice the learning rate (exercise 6), where vanilla ends at {:.2f} instead of {:.2f},".format(*ends) in text
+    assert "only the second half holds: there Eq 6 is closer than Eq 4 in layers 4, 5 and 6." in text
+    at = mapping["models"]["vanilla"]
+    assert [n for n, four, six in zip(at["layers"], at["approximation"], at["identity"]) if six > four] == [4, 5, 6]
+    assert all(four > alone for four, alone in zip(at["approximation"], at["identity_previous"]))  # "the second half"
+    vanilla, own, mixed = (spectrum["models"][s]["layers"] for s in ("vanilla", "resformer", "resformer mixed"))
+    first, above = own[0], list(zip(vanilla[1:], own[1:], mixed, strict=True))
+    assert "V'_n is wider than V_n and than vanilla's values, and its largest eigenvalue is below both;" in text
+    assert all(m["effective_rank"] > max(v["effective_rank"], o["effective_rank"]) for v, o, m in above)
+    assert all(m["largest"] < min(v["largest"], o["largest"]) for v, o, m in above)
+    assert "but it is below V_1's in layer 2 only, and V_1 has more directions.)" in text
+    assert [m["layer"] for m in mixed if m["largest"] < first["largest"]] == [2]
+    assert all(m["effective_rank"] < first["effective_rank"] - 1 for m in mixed)
+
+
+def test_what_the_walk_says_of_its_tables_is_in_them():
+    text, (head, *rows) = " ".join(TEXT.split()), FOUND["tables"]["mapping"]
+    four, six, previous = zip(*([float(x) for x in row[1:]] for row in rows))
+    assert [row[0] for row, a, b in zip(rows, four, six) if a > b] == ["2", "3", "4", "6"]
+    assert "Eq 4 is closer than Eq 6 in layers 2, 3, 4 and 6, and than Eq 6', which uses the same V_m, in all five." in text
+    assert all(a > b for a, b in zip(four, previous)) and len(four) == 5
+    head, *rows = FOUND["tables"]["spectrum"]
+    at = {name: [float(row[i]) for row in rows if row[i]] for i, name in enumerate(head) if i}
+    vanilla, own, mixed = (at[f"largest λ, {s}"] for s in ("vanilla", "resformer", "resformer mixed"))
+    assert [i + 1 for i, (a, b) in enumerate(zip(own, vanilla)) if a > b] == [1, 2, 3, 5]
+    assert all(c < min(a, b) for a, b, c in zip(own[1:], vanilla[1:], mixed, strict=True))
+    assert "larger than vanilla's in layers 1, 2, 3 and 5; of what it attends with, V'_n, it is the smallest" in text
+    vanilla, own, mixed = (at[f"effective rank, {s}"] for s in ("vanilla", "resformer", "resformer mixed"))
+    within = [f"{round(min(ranks))} to {round(max(ranks))}" for ranks in ([*vanilla[1:], *own[1:]], mixed)]
+    assert "vanilla's values and ResFormer's own use {} of 128 directions, V'_n uses {}:".format(*within) in text
 
 
 def test_quoted_lines_are_those_of_the_model():
