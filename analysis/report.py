@@ -106,7 +106,7 @@ def noise_said(sd, where="family/"):
     if not sd:
         return "No system has two paired seeds: the noise between seeds is not known."
     return (f"From seed to seed a difference to vanilla in {where} has a standard deviation of {sd['std']:.4f} (pooled over "
-            f"the systems with the most seeds, {freedom(sd)}, as they share vanilla's runs).")
+            f"the systems with the most seeds, {freedom(sd)}, as those of a seed move together).")
 
 
 def freedom(sd):
@@ -566,10 +566,13 @@ def sizes(records):
     for system, base, axis, fixed, of_base, own in comparisons:
         if axis == "tokens" or fixed != f"{usual:,} tokens":
             continue
-        # a fit through other sizes would differ where the curve bends
-        both = {arm: pool.runs() for arm, pool in pools.items() if {base, system} <= {name(run) for run in pool.runs()}}
-        at_both = {run.config[axis] for of in both.values() for run in of}
-        of_base, own = ({n: losses for n, losses in of.items() if n in at_both} for of in (of_base, own))
+        # only sizes that both have: a fit through others would differ where the curve bends
+        both = {arm: [{run.config[axis] for run in pool.runs() if name(run) == one} & set(losses)
+                      for one, losses in ((base, of_base), (system, own))]
+                for arm, pool in pools.items() if pool.tokens == usual}
+        both = {arm: ns for arm, ns in both.items() if all(ns)}
+        of_base, own = ({n: losses for n, losses in of.items() if any(n in ns[i] for ns in both.values())}
+                        for i, of in enumerate((of_base, own)))
         if min(len(of_base), len(own)) < 2:
             records.skip(f"sizes/{system}", f"it and {base} need two sizes in common")
             continue
@@ -581,7 +584,7 @@ def sizes(records):
             x, at = max(of_base), {n: statistics.fmean(losses.values()) for n, losses in own.items()}
             # of seeds that not all points have each counts for one
             seeds = len(set.intersection(*(set(losses) for of in (of_base, own) for losses in of.values()))) or 1
-            arm = next(arm for arm, of in both.items() if x in {run.config[axis] for run in of if name(run) == base})
+            arm = next(arm for arm, ns in both.items() if x in ns[0])
             largest[system] = {"seeds": seeds, "sizes": len(at), "at": arm, **horizontal(
                 sorted(at), [at[n] for n in sorted(at)], x, statistics.fmean(of_base[x].values()),
                 unpaired(records.noise_for(max(
@@ -644,7 +647,10 @@ def lengths(records):
 
     def crossing(arm, system, _):
         point = points.get(arm) if system == "svformer" else None
-        return "-" if point is None else reached(point)
+        if point is None:
+            return "-"
+        each = [f"seed {seed}: {reached(p)}" for seed, p in point["seeds"].items()]
+        return reached(point) + f" ({'; '.join(each)})" * (len(each) > 1)
     panels = []
     for system in ("identity", "svformer"):
         curves = {arm: curve for arm, pool in pools.items() if (curve := pool.relative(system, pool.tokens))}

@@ -1005,11 +1005,31 @@ def test_a_system_is_compared_over_the_sizes_that_it_has(make):
         assert [len(p["x"]) for p in saving["sparse"][axis]["points"]] == [3, 3]
     assert largest["sparse"]["saving"] == pytest.approx(0.25, abs=1e-4) and largest["identity"]["saving"] > 0.5
     assert "by the form of both fits over 20M, 82M, 180M: " in text and "of all parameters at vanilla's 180M, by" in text
+    alone = saving["sparse"], largest["sparse"]
+    write_pool(make.root / "sizes/468M_long", {"identity": less, "sparse": less}, seeds=(1337,), iters=40, n_params=468_000_000,
+               n_params_non_embedding=234_000_000)
+    content, text, _, err = make()
+    assert (content["sizes"]["saving"]["sparse"], content["sizes"]["at_largest"]["sparse"]) == alone
+    assert "sizes/468M_long: in no saving: 0.04M tokens" in err and "20M, 82M, 180M, 468M: " in text
+    os.rename(make.root / "sizes/468M/identity/seed1337", make.root / "sizes/468M/identity/seed1338")
+    for name in ("config.json", "log.jsonl"):
+        path = make.root / "sizes/468M/identity/seed1338" / name
+        path.write_text(path.read_text().replace('"seed": 1337', '"seed": 1338'))
+    content, text, _, _ = make()
+    assert content["sizes"]["at_largest"]["identity"]["at"] == "180M" and "20M, 82M, 180M, 468M: " not in text
     shutil.rmtree(make.root / "sizes/180M/sparse")
     shutil.rmtree(make.root / "sizes/20M/vanilla")
     content, _, _, err = make()
     assert "sparse" not in content["sizes"]["at_largest"] and "sizes/sparse: it and vanilla need two sizes in common" in err
-    assert content["sizes"]["at_largest"]["identity"]["sizes"] == 3
+    assert content["sizes"]["at_largest"]["identity"]["sizes"] == 2
+
+
+def test_a_size_is_its_folders_own(make):
+    """A system as large in one folder as vanilla in another, where the system was not run."""
+    for size, n, own in (("20M", 20, 15), ("82M", 82, 60), ("180M", 180, 468), ("468M", 468, None)):
+        write_pool(make.root / "sizes" / size, {"svformer": 0.0} if own else {}, seeds=(1337,), base=9 - 0.3 * math.log(n),
+                   of=lambda s, n={"vanilla": n, "svformer": own}: dict.fromkeys(("n_params", "n_params_non_embedding"), n[s]))
+    assert make()[0]["sizes"]["at_largest"]["svformer"]["at"] == "180M"
 
 
 def test_seeds_of_sizes_are_those_of_every_point(make):

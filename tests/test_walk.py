@@ -85,13 +85,19 @@ def test_the_walk_at_twice_the_rate_is_the_recorded_one():
                                for name in ("mapping", "spectrum", "summary"))
     ends = runs["vanilla"]["val_loss"]["mean"], float(rows["vanilla"])
     assert "At twice the learning rate (exercise 6), where vanilla ends at {:.2f} instead of {:.2f},".format(*ends) in text
-    assert "only the second half holds: there Eq 6 is closer than Eq 4 in layers 4, 5 and 6." in text
+    assert "Eq 4 stays closer than Eq 6', though by 0.01 only in layer 5, and Eq 6 is closer than Eq 4 in layers 4, 5" in text
+    assert "and 6, in two of them barely." in text
     at = mapping["models"]["vanilla"]
     assert [n for n, four, six in zip(at["layers"], at["approximation"], at["identity"]) if six > four] == [4, 5, 6]
-    assert all(four > alone for four, alone in zip(at["approximation"], at["identity_previous"]))  # "the second half"
+    closer = [four - alone for four, alone in zip(at["approximation"], at["identity_previous"])]
+    assert [n for n, gap in zip(at["layers"], closer) if gap < 0.06] == [5] and round(min(closer), 2) == 0.01
+    barely = [six - four for four, six in zip(at["approximation"], at["identity"]) if six > four]
+    assert sum(gap < 0.02 for gap in barely) == 2
     vanilla, own, mixed = (spectrum["models"][s]["layers"] for s in ("vanilla", "resformer", "resformer mixed"))
     first, above = own[0], list(zip(vanilla[1:], own[1:], mixed, strict=True))
-    assert "V'_n is wider than V_n and than vanilla's values, and its largest eigenvalue is below both;" in text
+    assert [o["layer"] for v, o in zip(vanilla, own) if o["largest"] > v["largest"]] == [3]
+    assert "At twice the learning rate ResFormer's own largest eigenvalue is above vanilla's in layer 3 only." in text
+    assert "V'_n is wider than V_n and than vanilla's values there, too, and its largest eigenvalue below both;" in text
     assert all(m["effective_rank"] > max(v["effective_rank"], o["effective_rank"]) for v, o, m in above)
     assert all(m["largest"] < min(v["largest"], o["largest"]) for v, o, m in above)
     assert "but it is below V_1's in layer 2 only, and V_1 has more directions.)" in text
