@@ -554,10 +554,11 @@ def sizes(records):
     for arm, pool in pools.items():
         if pool.tokens != usual:
             records.skip(f"sizes/{arm}", f"in no saving: {amount(pool.tokens)} tokens, most sizes {amount(usual)}")
+
     def name(run):
         return re.sub(r"_\d+$", "", os.path.basename(run.system))  # sparse_12 is sparse, at 12 layers
     try:
-        with hearing(lambda name, reason: records.skip(f"sizes/{name.removeprefix('sizes/')}", reason)):
+        with hearing(lambda what, reason: records.skip(f"sizes/{what.removeprefix('sizes/')}", reason)):
             names = ",".join({name(run) for run in runs})
             comparisons = scaling.from_runs(scaling.Config(systems=names, baseline="vanilla"), runs)
     except UserError as e:
