@@ -554,6 +554,8 @@ def sizes(records):
     for arm, pool in pools.items():
         if pool.tokens != usual:
             records.skip(f"sizes/{arm}", f"in no saving: {amount(pool.tokens)} tokens, most sizes {amount(usual)}")
+    counted = {arm: pool for arm, pool in pools.items() if pool.tokens == usual}
+    sd = records.noise_for(max(counted.values(), key=lambda p: len(p.points)), None)
 
     def name(run):
         return re.sub(r"_\d+$", "", os.path.basename(run.system))  # sparse_12 is sparse, at 12 layers
@@ -568,10 +570,9 @@ def sizes(records):
         if axis == "tokens" or fixed != f"{usual:,} tokens":
             continue
         # only sizes that both have: a fit through others would differ where the curve bends
-        both = {arm: [{run.config[axis] for run in pool.runs() if name(run) == one} & set(losses)
-                      for one, losses in ((base, of_base), (system, own))]
-                for arm, pool in pools.items() if pool.tokens == usual}
-        both = {arm: ns for arm, ns in both.items() if all(ns)}
+        both = {arm: ns for arm, pool in counted.items() if all(ns := [
+            {run.config[axis] for run in pool.runs() if name(run) == one} & set(losses)
+            for one, losses in ((base, of_base), (system, own))])}
         of_base, own = ({n: losses for n, losses in of.items() if any(n in ns[i] for ns in both.values())}
                         for i, of in enumerate((of_base, own)))
         if min(len(of_base), len(own)) < 2:
@@ -587,9 +588,7 @@ def sizes(records):
             seeds = len(set.intersection(*(set(losses) for of in (of_base, own) for losses in of.values()))) or 1
             arm = next(arm for arm, ns in both.items() if x in ns[0])
             largest[system] = {"seeds": seeds, "sizes": len(at), "at": arm, **horizontal(
-                sorted(at), [at[n] for n in sorted(at)], x, statistics.fmean(of_base[x].values()),
-                unpaired(records.noise_for(max(
-                    (p for p in pools.values() if p.tokens == usual), key=lambda p: len(p.points)), None), seeds))}
+                sorted(at), [at[n] for n in sorted(at)], x, statistics.fmean(of_base[x].values()), unpaired(sd, seeds))}
             notes.append(f"{system} saves {scaling.percent(largest[system]['saving'])}"
                          + saving_interval(largest[system])
                          + f" of all parameters at vanilla's {arm}, by its own losses, linear in ln N between sizes.")

@@ -16,6 +16,7 @@ from configurator import REPO, UserError, command, configure
 
 DOCS = os.path.join(REPO, "docs")
 TEXT = open(walk.WALK, encoding="utf-8").read()
+WORDS = " ".join(TEXT.split())
 README = open(os.path.join(REPO, "README.md"), encoding="utf-8").read()
 SECTION = README.split("## See the mechanism\n")[1].split("\n## ")[0]
 FOUND = json.load(open(os.path.join(DOCS, "walk.json"), encoding="utf-8"))
@@ -80,13 +81,13 @@ def test_every_command_is_tested():
 
 def test_the_walk_at_twice_the_rate_is_the_recorded_one():
     """results/quickstart/walk/: exercise 6's models, asked what chapter 3 asks those of the quickstart."""
-    text, rows = " ".join(TEXT.split()), dict(row[:2] for row in FOUND["tables"]["loss"])
+    rows = dict(row[:2] for row in FOUND["tables"]["loss"])
     mapping, spectrum, runs = (json.load(open(os.path.join(REPO, f"results/quickstart/walk/{name}.json"), encoding="utf-8"))
                                for name in ("mapping", "spectrum", "summary"))
     ends = runs["vanilla"]["val_loss"]["mean"], float(rows["vanilla"])
-    assert "At twice the learning rate (exercise 6), where vanilla ends at {:.2f} instead of {:.2f},".format(*ends) in text
-    assert "Eq 4 stays closer than Eq 6', though by 0.01 only in layer 5, and Eq 6 is closer than Eq 4 in layers 4, 5" in text
-    assert "and 6, in two of them barely." in text
+    assert "At twice the learning rate (exercise 6), where vanilla ends at {:.2f} instead of {:.2f},".format(*ends) in WORDS
+    assert "Eq 4 stays closer than Eq 6', though by 0.01 only in layer 5, and Eq 6 is closer than Eq 4 in layers 4, 5" in WORDS
+    assert "and 6, in two of them barely." in WORDS
     at = mapping["models"]["vanilla"]
     assert [n for n, four, six in zip(at["layers"], at["approximation"], at["identity"]) if six > four] == [4, 5, 6]
     closer = [four - alone for four, alone in zip(at["approximation"], at["identity_previous"])]
@@ -96,30 +97,30 @@ def test_the_walk_at_twice_the_rate_is_the_recorded_one():
     vanilla, own, mixed = (spectrum["models"][s]["layers"] for s in ("vanilla", "resformer", "resformer mixed"))
     first, above = own[0], list(zip(vanilla[1:], own[1:], mixed, strict=True))
     assert [o["layer"] for v, o in zip(vanilla, own) if o["largest"] > v["largest"]] == [3]
-    assert "At twice the learning rate ResFormer's own largest eigenvalue is above vanilla's in layer 3 only." in text
-    assert "V'_n is wider than V_n and than vanilla's values there, too, and its largest eigenvalue below both;" in text
+    assert "At twice the learning rate ResFormer's own largest eigenvalue is above vanilla's in layer 3 only." in WORDS
+    assert "V'_n is wider than V_n and than vanilla's values there, too, and its largest eigenvalue below both;" in WORDS
     assert all(m["effective_rank"] > max(v["effective_rank"], o["effective_rank"]) for v, o, m in above)
     assert all(m["largest"] < min(v["largest"], o["largest"]) for v, o, m in above)
-    assert "but it is below V_1's in layer 2 only, and V_1 has more directions.)" in text
+    assert "but it is below V_1's in layer 2 only, and V_1 has more directions.)" in WORDS
     assert [m["layer"] for m in mixed if m["largest"] < first["largest"]] == [2]
     assert all(m["effective_rank"] < first["effective_rank"] - 1 for m in mixed)
 
 
 def test_what_the_walk_says_of_its_tables_is_in_them():
-    text, (head, *rows) = " ".join(TEXT.split()), FOUND["tables"]["mapping"]
+    _, *rows = FOUND["tables"]["mapping"]
     four, six, previous = zip(*([float(x) for x in row[1:]] for row in rows))
     assert [row[0] for row, a, b in zip(rows, four, six) if a > b] == ["2", "3", "4", "6"]
-    assert "Eq 4 is closer than Eq 6 in layers 2, 3, 4 and 6, and than Eq 6', which uses the same V_m, in all five." in text
+    assert "Eq 4 is closer than Eq 6 in layers 2, 3, 4 and 6, and than Eq 6', which uses the same V_m, in all five." in WORDS
     assert all(a > b for a, b in zip(four, previous)) and len(four) == 5
     head, *rows = FOUND["tables"]["spectrum"]
     at = {name: [float(row[i]) for row in rows if row[i]] for i, name in enumerate(head) if i}
     vanilla, own, mixed = (at[f"largest λ, {s}"] for s in ("vanilla", "resformer", "resformer mixed"))
     assert [i + 1 for i, (a, b) in enumerate(zip(own, vanilla)) if a > b] == [1, 2, 3, 5]
     assert all(c < min(a, b) for a, b, c in zip(own[1:], vanilla[1:], mixed, strict=True))
-    assert "larger than vanilla's in layers 1, 2, 3 and 5; of what it attends with, V'_n, it is the smallest" in text
+    assert "larger than vanilla's in layers 1, 2, 3 and 5; of what it attends with, V'_n, it is the smallest" in WORDS
     vanilla, own, mixed = (at[f"effective rank, {s}"] for s in ("vanilla", "resformer", "resformer mixed"))
     within = [f"{round(min(ranks))} to {round(max(ranks))}" for ranks in ([*vanilla[1:], *own[1:]], mixed)]
-    assert "vanilla's values and ResFormer's own use {} of 128 directions, V'_n uses {}:".format(*within) in text
+    assert "vanilla's values and ResFormer's own use {} of 128 directions, V'_n uses {}:".format(*within) in WORDS
 
 
 def test_quoted_lines_are_those_of_the_model():
