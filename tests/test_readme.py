@@ -193,29 +193,32 @@ def test_learning_rates_told_are_the_measured_ones():
     losses = {arm: {s: end(f"rates/{arm}/{s}/seed1337") for s in ("vanilla", *systems) if s in of["systems"]}
               for arm, of in report["arms"].items()}
     lead = {arm: {s: of["vanilla"] - of[s] for s in systems if s in of} for arm, of in losses.items()}
-    assert list(losses) == ["3e-4", "6e-4", "6e-4_strong", "1.2e-3", "1.2e-3_strong", "2.4e-3", "2.4e-3_strong"]
+    assert list(losses) == [f"{rate}{strong}" for rate in ("3e-4", "6e-4", "1.2e-3", "2.4e-3") for strong in ("", "_strong")]
     for arm, of in losses.items():
         cells = [f"{-lead[arm][s]:+.4f}" if s in of else "-" for s in systems]
         assert f"| {arm} | {of['vanilla']:.4f} | {' | '.join(cells)} |" in part
     assert {s: x["rate"] for s, x in report["best_plain"].items()} == {**dict.fromkeys(systems, "2.4e-3"), "vanilla": "1.2e-3"}
     more = sorted(lead["2.4e-3"][s] - lead["6e-4"][s] for s in systems)
     assert all(lead["2.4e-3"][s] > lead["1.2e-3"][s] > lead["6e-4"][s] for s in systems)  # "no lead is smaller"
-    changes = {s: [losses[f"{r}_strong"][s] - losses[r][s] for r in ("6e-4", "1.2e-3", "2.4e-3") if s in losses[f"{r}_strong"]]
+    changes = {s: [losses[f"{rate}_strong"][s] - losses[rate][s] for rate in ("3e-4", "6e-4", "1.2e-3", "2.4e-3")]
                for s in losses["6e-4"]}
-    assert max(*changes["sparse"], *changes["vanilla"]) < 0 < min(changes["identity"] + changes["svformer"])
+    assert max(*changes["sparse"], *changes["vanilla"]) < 0 < min(changes["identity"][1:] + changes["svformer"])
+    assert all(min(changes[s]) == changes[s][0] for s in ("vanilla", "sparse"))  # "most at the lowest rate"
     reach = records.reach(report["noise"], 1)
     assert more[-1] < math.sqrt(2) * reach  # "within the noise of such a change"
     assert [(s, arm) for s in systems for arm in losses if s in losses[arm] and lead[arm][s] <= reach] == [
-        ("identity", "3e-4"), ("identity", "6e-4"), ("identity", "6e-4_strong"), ("identity", "1.2e-3_strong"),
-        ("identity", "2.4e-3_strong"), ("svformer", "6e-4_strong"), ("svformer", "1.2e-3_strong")]
-    beyond = {s: [a for a in ("6e-4_strong", "1.2e-3_strong", "2.4e-3_strong") if lead[a][s] > reach] for s in systems}
-    assert [len(of) for of in beyond.values()] == [0, 3, 1] and beyond["svformer"] == ["2.4e-3_strong"]
-    assert "at all three rates, SVFormer's at the highest only and identity's at none (at 6e-4 it is not without" in text
-    assert ("stays beyond the noise at the paper's rate and at twice and four times of it, SVFormer's only at four times, "
+        ("identity", "3e-4"), ("identity", "3e-4_strong"), ("identity", "6e-4"), ("identity", "6e-4_strong"),
+        ("identity", "1.2e-3_strong"), ("identity", "2.4e-3_strong"), ("svformer", "3e-4_strong"), ("svformer", "6e-4_strong"),
+        ("svformer", "1.2e-3_strong")]
+    beyond = {s: [a for a in losses if a.endswith("_strong") and lead[a][s] > reach] for s in systems}
+    assert [len(of) for of in beyond.values()] == [0, 4, 1] and beyond["svformer"] == ["2.4e-3_strong"]
+    assert "at all four rates, SVFormer's at the highest only and identity's at none (at 3e-4 and 6e-4 it is not" in text
+    assert ("stays beyond the noise at half, once, twice and four times the paper's rate, SVFormer's only at four times, "
             "identity's at none of them.") in flat(README)
     best, plain = ([-report[key][s]["difference"]["mean"] for s in systems] for key in ("best", "best_plain"))
     assert all(mine > -base for s in ("identity", "svformer") for mine, base in zip(  # "mostly"
-        changes[s][1:], changes["vanilla"][1:]))
+        changes[s][2:], changes["vanilla"][2:]))
+    assert all(-changes["vanilla"][0] > abs(changes[s][0]) for s in ("identity", "svformer"))  # "at the lowest vanilla"
     assert {s: x["rate"] for s, x in report["best"].items()} == {
         "vanilla": "2.4e-3_strong", "identity": "2.4e-3", "sparse": "2.4e-3_strong", "svformer": "2.4e-3"}
     inside = [(key, s) for key in ("best", "best_plain", "best_stronger") for s, x in report[key].items() if not x["at_an_end"]]
@@ -228,11 +231,13 @@ def test_learning_rates_told_are_the_measured_ones():
             ("(2.4e-3_strong): identity by {:.3f}, sparse by {:.3f} and SVFormer by {:.3f}.", best),
             ("(that they are larger, by {:.2f} to {:.2f}, is within the noise of such a change, {:.2f})", [
                 more[0], more[-1], math.sqrt(2) * reach]),
-            ("lower vanilla's loss by {:.3f} to {:.3f} and sparse's by {:.3f} to {:.3f}, and", [
-                -x for s in ("vanilla", "sparse") for x in sorted(changes[s])[::-2]]),
+            ("lower vanilla's loss by {:.3f} to {:.3f} and sparse's by {:.3f} to {:.3f}, most at the lowest rate, where they "
+             "lower identity's, too, by {:.3f};", [
+                *(-pick(changes[s]) for s in ("vanilla", "sparse") for pick in (max, min)), -changes["identity"][0]]),
             ("{:.3f} below its loss at 2.4e-3, nor is identity's with them (", [
                 losses["2.4e-3"]["vanilla"] - losses["1.2e-3"]["vanilla"]]),
-            ("raise identity's and SVFormer's by {:.3f} to {:.3f}.", sorted([*changes["identity"], *changes["svformer"]])[::5]),
+            ("from there on they raise it by {:.3f} to {:.3f}, and SVFormer's at every rate, by {:.3f} to {:.3f}.", [
+                pick(of) for of in (changes["identity"][1:], changes["svformer"]) for pick in (min, max)]),
             ("beyond the noise ({:.2f} for one seed, measured at 6e-4)", [reach]),
             ("each system's run of 8,000 iterations, its learning rate still high, was lower by {:.3f} to {:.3f} after 0.131B "
              "tokens and by {:.3f} to {:.3f} after 0.262B", [pick(of) for of in hurried for pick in (min, max)]),
@@ -298,9 +303,10 @@ def test_ablations_told_are_the_measured_ones():
     assert best[1] == [layers[f"{x}:"] for x in ("2-8", "5-8", "4-5", "7-8", "6-8", "2-4")]
     both = {s: statistics.fmean((d[s], again[s])) for of in best for s in of}
     assert max(abs(both[a] - both[b]) for of in best for a in of for b in of) < reach / math.sqrt(2)  # "leaves them so"
-    assert f"queries, with {again['query_residual']:.3f} at theirs, stay behind." in text
-    assert statistics.fmean((d["query_residual"], again["query_residual"])) > reach / math.sqrt(2)
-    assert again.keys() == {*both, "identity", "svformer", "query_residual"}
+    assert "queries and hidden states, with {:.3f} and {:.3f} at theirs, stay behind.".format(
+        *(again[s] for s in ("query_residual", "hidden_residual"))) in text
+    assert all(statistics.fmean((d[s], again[s])) > reach / math.sqrt(2) for s in ("query_residual", "hidden_residual"))
+    assert again.keys() == {*both, "identity", "svformer", "query_residual", "hidden_residual"}
     assert "λ1 = 1 is ahead of 2 V_n by {:.3f}, λ1 = 5 of 6 V_n by {:.3f}, though".format(
         d["values_x2"] - d["lambda_1"], d["values_x6"] - d["lambda_5"]) in text
     undecided = ("λ1 = 2", "layers 6-8", "V_1 is", "identity mapping is", "of pairs of layers")
@@ -328,6 +334,8 @@ def test_caches_told_are_the_measured_ones():
         assert of["svformer_gqa4"] - of["svformer"] < reach
     leads = [min(of["vanilla"] - x for s, x in of.items() if s.startswith("svformer")) for of in (long, short)]
     assert leads[0] > 3 * leads[1]  # "far more"
+    again = end("lengths/8192/vanilla/seed1338") - end("lengths/8192/svformer/seed1338")
+    assert f"by more than twice of it (and SVFormer, with a second seed there, by {again:.3f}: below)." in text
     assert round(size["vanilla"] / size["svformer_gqa4"]) == 7
     pools = of_results().pools["kv"]
     assert pools["2048"].runs()[0].config["rel_window"] == 100
@@ -360,10 +368,10 @@ def test_sizes_told_are_the_measured_ones():
         x, own = of["systems"]["vanilla"], [s for s in of["systems"] if s.startswith("sparse")]
         lead[arm] = [-of["systems"][s]["difference"]["mean"] for s in ("identity", *own)]
         assert (f"| {arm} | {x['n_params'] / 1e6:.1f}M | {x['n_params_non_embedding'] / 1e6:.1f}M | {x['val_mean']:.4f} | "
-                + " | ".join([f"{-y:+.4f}" for y in lead[arm]] + ["-"] * (not own)) + " |") in part
+                + " | ".join(f"{-y:+.4f}" for y in lead[arm]) + " |") in part
         assert of["learning_rate"] == 6e-4
     losses = {arm: of["systems"]["vanilla"]["val_mean"] for arm, of in arms.items()}
-    assert [(found[s]["at"], found[s]["sizes"]) for s in ("identity", "sparse")] == [("468M", 4), ("180M", 3)]
+    assert [(found[s]["at"], found[s]["sizes"]) for s in ("identity", "sparse")] == [("468M", 4)] * 2
     cells = ["{:.0%}{} [{:.0%}, {:.0%}]".format(found[s]["saving"], more, *found[s]["interval_95"]).replace("%", " %")
              for s, more in (("identity", " fewer parameters"), ("sparse", ""))]
     forms = [[report["sizes"]["saving"][s][axis]["forms"] for s in ("identity", "sparse")]
@@ -371,8 +379,8 @@ def test_sizes_told_are_the_measured_ones():
     lines, most = ([100 * pick(of) for of in forms[0]] for pick in (lambda of: of["line"], lambda of: max(of.values())))
     assert all(min(of.values()) == of["line"] for axis in forms for of in axis) and all(len(of) == 4 for of in forms[0])
     low, high = (records.PAPER_PARAMETERS[i] for i in (0, -1))
-    assert (f"* After 0.13B, one seed, identity reaches the loss of vanilla's 468M with {cells[0]} and sparse that of its 180M "
-            f"with {cells[1]}, or with {lines[0]:.0f} and {lines[1]:.0f} % by one line through all sizes.") in short
+    assert (f"* After 0.13B, one seed, identity reaches the loss of vanilla's 468M with {cells[0]} and sparse with "
+            f"{cells[1]}, or with {lines[0]:.0f} and {lines[1]:.0f} % by one line through all sizes.") in short
     assert f"The paper has {low * 100:.0f} to {high * 100:.0f} % after 20B. Our leads are larger," in short
     gone = losses["180M"] - losses["468M"]
     paper = {size: [statistics.fmean(scaling.TABLE_5[which, size]) for which in "TR"] for size in ("82M", "180M", "468M")}
@@ -380,21 +388,22 @@ def test_sizes_told_are_the_measured_ones():
     assert f"and our vanilla's 468M is only {gone:.2f} ahead of its 180M (the paper's: {theirs:.2f})." in short
     assert f"The paper has {low:.1%} to {high:.2%} after 20B".replace("%", " %").replace(" % to", " to") in text
     assert ("0.131B tokens as above, seed 1337, at four sizes and one rate, 6e-4 (`config/sizes.py`; sparse mixes in layers "
-            "6-8 of 8 and 8-12 of 12, and its 468M is not run yet; 20M is not one of the paper's sizes)") in text
+            "6-8 of 8, 8-12 of 12 and 16-24 of 24; 20M is not one of the paper's sizes)") in text
     assert "| size | parameters | without embeddings | vanilla's loss | identity | sparse |" in part
     n = {arm: of["systems"]["vanilla"]["n_params"] for arm, of in arms.items()}
 
-    def saved(arm, it=2000, moved=0):  # identity's, by straight lines in ln N, if vanilla's loss moves
-        own = [-end(f"sizes/{a}/identity/seed1337", it) for a in n]
+    def saved(system, arm, it=2000, moved=0):  # by straight lines in ln N, if vanilla's loss moves
+        own = [-end(f"sizes/{a}/{next(s for s in arms[a]['systems'] if s.startswith(system))}/seed1337", it) for a in n]
         need = np.interp(-end(f"sizes/{arm}/vanilla/seed1337", it) - moved, own, [math.log(x) for x in n.values()])
         return 100 * (1 - math.exp(need) / n[arm])
-    assert saved("468M") == pytest.approx(100 * found["identity"]["saving"], abs=0.01)
+    for system in found:
+        assert saved(system, "468M") == pytest.approx(100 * found[system]["saving"], abs=0.01)
     reach = math.sqrt(2) * records.reach(report["ablations"]["noise"], 1)
-    change = [lead["468M"][0] - lead["20M"][0], lead["180M"][1] - lead["20M"][1]]
+    change = [lead["468M"][0] - lead["20M"][0], lead["180M"][1] - lead["20M"][1]]  # "in all", "at most"
     assert lead["20M"][0] < lead["82M"][0] < lead["180M"][0] < lead["468M"][0]
-    assert lead["20M"][1] > lead["82M"][1] > lead["180M"][1]
-    assert max(map(abs, change)) < reach and "sparse's shrinks" in text and "identity's lead grows" in text
-    assert gone < min(lead["180M"][0], lead["468M"][0])  # "less than identity's lead at either"
+    assert lead["20M"][1] > lead["82M"][1] > lead["468M"][1] > lead["180M"][1]
+    assert max(map(abs, change)) < reach and "identity's lead grows" in text
+    assert gone < min(*lead["180M"], *lead["468M"])  # "less than each lead at either"
     assert max(forms[0][0].values()) == forms[0][0]["piecewise"]
     half = math.sqrt(2) * records.reach(of_results().noise_for(of_results().pools["sizes"]["180M"], None), 1)
     early = {s: end(f"tokens/8000/{s}/seed1337") for s in ("vanilla", "identity", "sparse")}
@@ -405,16 +414,16 @@ def test_sizes_told_are_the_measured_ones():
         for system in set(pool.systems(pool.tokens)) - {"vanilla"}:
             x, (y,) = pool.relative(system, pool.tokens)
             kept.append(y[-1] / y[abs(x - 1000).argmin()])
-    assert len(kept) == 7
+    assert len(kept) == 8
     for words, numbers in (
-            ("with {}, and that of its 180M with {:.0f} % [{:.0f} %, {:.0f} %]; sparse reaches that of its 180M with {}: by", [
-                cells[0], *(saved("180M", moved=x) for x in (0, -half, half)), cells[1]]),
+            ("with {} and sparse with {}, that of its 180M with {:.0f} % [{:.0f} %, {:.0f} %] and {:.0f} % [{:.0f} %, "
+             "{:.0f} %]: by", [*cells, *(saved(s, "180M", moved=x) for s in found for x in (0, -half, half))]),
             ("because the leads are, and because vanilla's curve is flat: our 468M is only {:.3f} ahead of our 180M, less than "
-             "identity's lead at either, the paper's by {:.3f}.", [gone, theirs]),
+             "each lead at either, the paper's by {:.3f}.", [gone, theirs]),
             ("the rate is tuned for no size (at 82M twice of it lowers vanilla by {:.3f}, below).", [twice]),
             ("makes up {:.3f} of sparse's lead at 82M and {:.3f} of identity's ([results/report.md]", short_by),
-            ("need the savings stay: after 1,000 of the 2,000 iterations identity's at 468M was {:.0f} %, and from there", [
-                saved("468M", 1000)]),
+            ("need the savings stay: after 1,000 of the 2,000 iterations they were {:.0f} and {:.0f} % at 468M, and", [
+                saved(s, "468M", 1000) for s in found]),
             ("leads by {:.3f}, {:.3f} and {:.3f} at 82M, 180M and 468M.", [t - r for t, r in paper.values()]),
             ("One line through all sizes, the form that gives the paper's lowest number, gives {:.0f} and {:.0f} %; of "
              "four forms that of the {:.0f} % is the highest for identity, and sparse's highest gives {:.0f} %;", lines + most),
@@ -422,8 +431,8 @@ def test_sizes_told_are_the_measured_ones():
                 100 * pick(of.values()) for of in forms[1] for pick in (min, max)]),
             ("our 468M has seen {:.1f} tokens per parameter", [131072000 / n["468M"]]),
             ("on the training batches shrank to {:.2f} to {:.2f} of itself.", [min(kept), max(kept)]),
-            ("by {:.3f} in all, and sparse's shrinks, by {:.3f}, is within the noise of such a change ({:.3f}, that of 82M).", [
-                change[0], -change[1], reach])):
+            ("by {:.3f} in all, and sparse's is smaller at the two larger sizes than at the two smaller ones, by {:.3f} at "
+             "most, is within the noise of such a change ({:.3f}, that of 82M).", [change[0], -change[1], reach])):
         assert words.format(*numbers) in text, words
 
 
@@ -433,56 +442,66 @@ def test_lengths_told_are_the_measured_ones():
     text, arms = flat(part), report["lengths"]["arms"]
     slow, brief, middle = "2048_2e-4", "2048_warmup12", "2048"
     assert set(arms) == {"512", middle, slow, brief, "8192"}
-    losses = {arm: {s: end(f"lengths/{arm}/{s}/seed1337") for s in of["systems"]} for arm, of in arms.items()}
-    lead = {arm: {s: of["vanilla"] - of[s] for s in of} for arm, of in losses.items()}
-    for arm, of in lead.items():
-        cells = [f"{-of[s]:+.4f}" if s in of else "-" for s in ("identity", "svformer")]
-        assert f"| {arm} | {losses[arm]['vanilla']:.4f} | {' | '.join(cells)} |" in part
-    reach, each = records.reach(report["ablations"]["noise"], 1), ("512", middle, "8192")
-    assert min(lead[arm]["identity"] for arm in each) > 0 and [arm for arm in each if lead[arm]["identity"] > reach] == ["8192"]
+    seeds = {arm: len(of["systems"]["vanilla"]["seeds"]) for arm, of in arms.items()}
+    assert seeds == {"512": 2, middle: 3, slow: 1, brief: 1, "8192": 2}
+    found = {arm: {s: x["difference"] for s, x in of["systems"].items() if s != "vanilla"} for arm, of in arms.items()}
+    means = {arm: {s: x["val_mean"] for s, x in of["systems"].items()} for arm, of in arms.items()}
+    for arm, of in found.items():
+        cells = [records.spread(of[s]) if s in of else "-" for s in ("identity", "svformer")]
+        assert f"| {arm} | {seeds[arm]} | {means[arm]['vanilla']:.4f} | {' | '.join(cells)} |" in part
+    reach, each, both = records.reach(report["ablations"]["noise"], 1), ("512", middle, "8192"), ("1337", "1338")
+    assert "at every length, as in the paper, and so is SVFormer: by whole intervals, but for SVFormer's at 8,192." in text
+    assert [(arm, s) for arm in each for s in found[arm] if found[arm][s]["interval_95"][1] > 0] == [("8192", "svformer")]
+    wide = [found["8192"]["svformer"]["seeds"][seed] for seed in both]
+    assert max(wide) < -3 * reach  # "by far"
+    assert "identity is ahead at 512, 2,048 and 8,192 tokens, more the longer, and vanilla's training curve overtakes" in short
     assert "curve overtakes SVFormer's at none of them; at the quickstart's size and a constant rate it" in short
-    assert "At 512, 2,048 and 8,192 tokens, one seed, identity is ahead, at 8,192 by more than the noise, and" in short
-    three = report["ablations"]["arms"][""]["systems"]["identity"]["difference"]
-    assert len(three["seeds"]) == 3 and three["interval_95"][1] < 0 and "three seeds put its lead beyond it, too" in text
-    assert "Identity is ahead at every length, as in the paper, though with one seed only at 8,192" in text
-    assert "SVFormer at all but 512. Both leads grow with the length" in text
-    assert "overtakes SVFormer at no length so far" in text and "the sooner the shorter the windows are" in text
+    assert "With both seeds that all lengths have, both leads grow with the length" in text
+    grown = {s: records.difference(found["512"][s]["seeds"], found["8192"][s]["seeds"]) for s in ("identity", "svformer")}
+    for s in grown:
+        assert tuple(grown[s]["seeds"]) == both
+        assert all(found["512"][s]["seeds"][x] > found[middle][s]["seeds"][x] > found["8192"][s]["seeds"][x] for x in both)
+    assert means["512"]["identity"] - means["512"]["vanilla"] > means[middle]["identity"] - means[middle]["vanilla"] > (
+        means["8192"]["identity"] - means["8192"]["vanilla"])  # "more the longer"
+    assert means["512"]["vanilla"] < means[middle]["vanilla"] < means["8192"]["vanilla"]
+    assert "overtakes SVFormer at no length and with no seed so far" in text and "sooner the shorter the windows are" in text
     assert "Both changes are within the noise." in text and "has not crossed after 13,100." in text
-    assert [arm for arm in lead if lead[arm]["svformer"] <= reach] == ["512"]  # "all but 512"
-    for s in ("identity", "svformer"):
-        assert lead["512"][s] < lead[middle][s] < lead["8192"][s]  # "grow with the length"
-    assert losses["512"]["vanilla"] < losses[middle]["vanilla"] < losses["8192"]["vanilla"]
-    grown = [lead["8192"][s] - lead["512"][s] for s in ("svformer", "identity")]
-    wider = math.sqrt(2) * reach
-    assert grown[1] < wider < grown[0]
     pools = of_results().pools["lengths"]
     xs, curves = None, {}
-    for arm in lead:
-        for s in set(lead[arm]) - {"vanilla"}:
-            xs, (curves[arm, s],) = pools[arm].relative(s, 131072000)
-    assert all(y.max() < 0 for y in curves.values())  # "at no length"
-    of = [curves[arm, "svformer"] for arm in each]
+    for arm in found:
+        for s in found[arm]:
+            xs, curves[arm, s] = pools[arm].relative(s, 131072000)
+            assert len(curves[arm, s]) == seeds[arm]
+    assert all(y.max() < 0 for y in curves.values())  # "at no length and with no seed"
+    of = [curves[arm, "svformer"].mean(0) for arm in each]
     points = report["lengths"]["critical"]
-    assert {points[arm]["kind"] for arm in each} == {"extrapolated"}
+    assert {p["kind"] for arm in each for p in (points[arm], *points[arm]["seeds"].values())} == {"extrapolated"}
+    for seed in both:  # "with both seeds in this order"
+        at = [points[arm]["seeds"][seed]["iteration"] for arm in each]
+        assert at == sorted(at)
     assert of_results().curve.relative("svformer", 13100 * 65536)[1].max() < 0  # "has not crossed after 13,100"
-    for arm in ("512", middle):
-        y = curves[arm, "identity"]
-        assert abs(y[-1]) < 0.7 * abs(y[abs(xs - 1000).argmin()]) < 0.7 * abs(y[abs(xs - 200).argmin()])  # "shrinks"
-    y = curves["8192", "identity"]
-    assert abs(xs[xs > 200][y[xs > 200].argmax()] - 900) < 20 and y[-1] < 1.4 * y[xs > 200].max()  # "from iteration 900 on"
-    costs = [losses[arm][s] - losses[middle][s] for arm in (slow, brief) for s in ("vanilla", "svformer")]
-    assert max(abs(lead[arm]["svformer"] - lead[middle]["svformer"]) for arm in (slow, brief)) < wider  # "within the noise"
+    for arm in ("512", middle):  # "shrinks"
+        late, mid, early = (abs(curves[arm, "identity"][:, k]) for k in (-1, abs(xs - 1000).argmin(), abs(xs - 200).argmin()))
+        assert (late < mid).all() and (mid < 0.85 * early).all() and late[0] < 0.7 * mid[0] < 0.49 * early[0]
+    for y, start in zip(curves["8192", "identity"], (900, 1400)):  # "from iteration 900 with one seed and 1,400 with the other"
+        assert abs(xs[xs > 200][y[xs > 200].argmax()] - start) < 20 and y[-1] < 1.09 * y[xs > 200].max()
+    assert "it grows again, from iteration 900 with one seed and 1,400 with the other." in text
+    one = {arm: {s: end(f"lengths/{arm}/{s}/seed1337") for s in ("vanilla", "svformer")} for arm in (middle, slow, brief)}
+    costs = [one[arm][s] - one[middle][s] for arm in (slow, brief) for s in ("vanilla", "svformer")]
+    assert max(abs(costs[1] - costs[0]), abs(costs[3] - costs[2])) < math.sqrt(2) * reach  # "within the noise"
     for words, numbers in (
-            ("({:.3f}, measured at 2,048,", [reach]),
+            ("at {:.3f} and {:.3f}, are further apart, but each is beyond the noise by far ({:.3f} for one seed, measured at", [
+                *wide, reach]),
             ("loss at 8,192 is {:.2f} above that at 2,048, SVFormer's {:.2f},", [
-                losses["8192"][s] - losses[middle][s] for s in ("vanilla", "svformer")]),
-            ("SVFormer's by {:.2f} in all, identity's by {:.3f}, which is within the noise of such a change ({:.3f})", [
-                *grown, wider]),
-            ("lead is {:.2f} at 512, {:.2f} at 2,048 and {:.2f} at 8,192, after a largest one of {:.2f} to {:.2f}.", [
+                means["8192"][s] - means[middle][s] for s in ("vanilla", "svformer")]),
+            ("from 512 to 8,192 identity's by {:.3f} [{:.3f}, {:.3f}] and SVFormer's by {:.3f} and {:.3f}.", [
+                grown["identity"]["mean"], *grown["identity"]["interval_95"], *grown["svformer"]["seeds"].values()]),
+            ("mean lead is {:.2f} at 512, {:.2f} at 2,048 and {:.2f} at 8,192, after a largest one of {:.2f} to {:.2f}.", [
                 *(-y[-1] for y in of), -max(y.min() for y in of), -min(y.min() for y in of)]),
-            ("reach zero at iteration {:,}, {:,} and {:,}, the paper's order", [
+            ("reach zero at iteration {:,}, {:,} and {:,}, with both seeds in this order, the paper's,", [
                 int(round(points[arm]["iteration"], -2)) for arm in each]),
-            ("vanilla ends {:.3f} higher and SVFormer {:.3f}: its lead shrinks by {:.3f},", [*costs[:2], costs[1] - costs[0]]),
+            ("seed 1337, vanilla ends {:.3f} higher and SVFormer {:.3f}: its lead shrinks by {:.3f},", [
+                *costs[:2], costs[1] - costs[0]]),
             ("vanilla ends {:.3f} higher and SVFormer {:.3f}, so that its lead grows by {:.3f};", [
                 *costs[2:], costs[2] - costs[3]])):
         assert words.format(*numbers) in text, words
@@ -602,6 +621,7 @@ def test_family_table_is_the_measured_one():
     trained = [curve.relative(s, 524288000)[1][0, -1] for s in report["tokens"]]
     trained_most = [curve.relative(s, 858521600)[1][0, -1] for s in report["tokens"]]
     assert report["tokens"]["svformer"]["tokens"][-1] == 858521600 and trained_most[-1] < 0  # "has not happened yet"
+    second = [end(f"tokens/{i}/identity/seed1338", i) - end(f"tokens/{i}/vanilla/seed1338", i) for i in (2000, 4000)]
     sd, said = curve.noise(131072000), flat(more)
     for words, numbers in (
             ("take it from {1:.3f} to {0:.3f}", ends),
@@ -609,6 +629,7 @@ def test_family_table_is_the_measured_one():
              [x for pair in zip(large, small) for x in pair]),
             ("identity, sparse and SVFormer end at {:.3f}, {:.3f} and {:.3f} after 0.524B,", trained),
             ("at {:.3f}, {:.3f} and {:.3f} after 0.859B", trained_most),
+            ("Identity's second seed falls from {:.3f} to {:.3f} between the first two rows.", second),
             ("has a standard deviation of {:.3f} (after 0.131B), so that one of one seed counts from {:.2f} on",
              [sd["std"], records.reach(sd, 1)])):
         assert words.format(*numbers) in said, words
@@ -771,8 +792,8 @@ def test_systems_table_is_the_measured_one():
 
 def test_sinks_and_drains_are_the_measured_ones():
     words = flat(section(README, "## See the mechanism"))
-    vanilla = []
-    for budget in ("8000", "4000"):
+    vanilla, rest = [], []
+    for budget in ("8000", "4000", "4000/seed1338"):
         content, alike = (json.load(open(os.path.join(REPO, "results", "mechanism", budget, name), encoding="utf-8"))
                           for name in ("concentration.json", "similarity.json"))
         sinks, drains, peaks = ({run.split("/")[0]: pick(x[a] / (x[b] if b in x else content[b]) for x in of["layers"])
@@ -781,7 +802,9 @@ def test_sinks_and_drains_are_the_measured_ones():
             (max, "first_hidden_norm", "mean_hidden_norm")))
         vanilla += sinks["vanilla"], drains["vanilla"], peaks["vanilla"]
         others = [s for s in sinks if s != "vanilla"]
-        assert len(others) == 3 and max(sinks[s] for s in others) < 1.05 and min(drains[s] for s in others) > 0.9
+        assert (others == ["identity"] or len(others) == 3 and max(sinks[s] for s in others) < 1.05) and (
+            min(drains[s] for s in others) > 0.9)
+        rest += ((sinks[s], drains[s], peaks[s]) for s in others)
         if budget == "8000":
             entropies = sorted(statistics.fmean(x["entropy_ratio"] for x in of["layers"]) for of in content["models"].values())
             cosines = {run.split("/")[0]: statistics.fmean(of["similarity"][1:]) for run, of in alike["models"].items()
@@ -791,9 +814,23 @@ def test_sinks_and_drains_are_the_measured_ones():
             assert "cosine of {:.2f} to {:.2f} against {:.2f}.".format(
                 *sorted(cosines[s] for s in others)[::2], cosines["vanilla"]) in words
     said = ("{:.1f} times as much attention as if it were uniform, keeps {:.2f} of the others' value norm and swells the "
-            "residual stream to {:.1f} times the mean, each in the layer where it is most extreme (after 0.26B in 4,000: "
-            "{:.1f}, {:.2f} and {:.1f})")
-    assert said.format(*vanilla) in words
+            "residual stream to {:.1f} times the mean, each in the layer where it is most extreme (after 0.26B in 4,000, two "
+            "seeds: {:.1f} and {:.1f}, {:.2f} and {:.2f}, {:.1f} and {:.1f}): all three grow with training.")
+    long, *short = zip(*[iter(vanilla)] * 3)
+    assert said.format(*long, *(x for of in zip(*short) for x in of)) in words
+    assert all(mine[0] < long[0] and mine[1] > long[1] and mine[2] < long[2] for mine in short)  # "grow with training"
+    mapped, values = [], []
+    for folder in ("4000", "4000/seed1338"):
+        near, content = (json.load(open(os.path.join(REPO, "results/mechanism", folder, name), encoding="utf-8"))["models"]
+                         for name in ("mapping.json", "spectrum.json"))
+        mapped += (a > b for of in near.values() for a, b in zip(of["approximation"], of["identity"]))
+        layers = {run.split("/")[0]: [x["largest"] for x in of["layers"]] for run, of in content.items() if "mixed" not in run}
+        values += (a > b for a, b in zip(layers["identity"], layers["vanilla"]))
+    assert len(mapped) == 14 and len(values) == 16 and sum(mapped) < 7 and sum(values) < 8
+    assert ("By the two seeds identity's values have larger eigenvalues in under half of the layers, and identity mapping is "
+            "nearer to cross-layer attention than ½ A (V_n + V_{n-1}) in over half of vanilla's:") in flat(README)
+    sinks, drains, peaks = zip(*rest)
+    assert f"no such sink or drain (at most {max(sinks):.1f}, at least {min(drains):.2f}), and" in words and max(peaks) < 3
 
 
 def test_copied_runs_are_equal():
@@ -802,8 +839,8 @@ def test_copied_runs_are_equal():
     for copies, of, systems, seeds in (("tokens/2000", "ablations", four, 3), ("rates/6e-4", "ablations", four, 3),
                                        ("kv/2048", "ablations", ["cla2", "svformer", "vanilla"], 1),
                                        ("sizes/82M", "ablations", ["identity", "sparse", "vanilla"], 1),
-                                       ("lengths/2048", "ablations", ["identity", "svformer", "vanilla"], 1),
-                                       ("lengths/8192", "kv/8192", ["svformer", "vanilla"], 1)):
+                                       ("lengths/2048", "ablations", ["identity", "svformer", "vanilla"], 3),
+                                       ("kv/8192", "lengths/8192", ["svformer", "vanilla"], 1)):
         copies, originals = (os.path.join(REPO, "results", folder) for folder in (copies, of))
         for path in (path for s in systems for path in glob.glob(os.path.join(copies, s, "*/*"))):
             with open(path, "rb") as one, open(os.path.join(originals, os.path.relpath(path, copies)), "rb") as other:
