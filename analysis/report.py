@@ -61,10 +61,10 @@ from configurator import REPO, UserError, command, configure
 LEGEND = ("Losses in nats per token; a difference below 0 is a lower loss than the other's. Brackets: 95 % intervals, of the "
           "noise between seeds unless the cell names another; *: an end of it lies beyond what was run. holds: the interval "
           "over two or more seeds has the paper's sign, which says nothing of its size or of 20B tokens; holds partly: only "
-          "the mean has it, but beyond the noise between seeds, or only a part of the claim does; not seen: the other sign; "
-          "not testable: within that noise, or not run, or it takes more tokens. by construction: a property of the code. "
-          "Where two folders of runs are named, the verdict is of the first, which has more seeds or the lower loss. Systems:"
-          " README's table of every system.")
+          "the mean has it, but beyond the noise between seeds, or only a part of the claim does; not seen: the other sign, "
+          "or under half of the layers with every seed; not testable: within that noise, or not run, or it takes more tokens. "
+          "by construction: a property of the code. Where several folders of runs are named, the verdict is of the first: the "
+          "one with the most seeds or, of equals, the lowest loss. Systems: README's table of every system.")
 START, END = "<!-- what reproduces: python -m analysis.report results/ -->", "<!-- end -->"
 UNIT = "loss - vanilla's (nats per token)"
 OVERTAKEN = "svformer",  # by vanilla, in the paper: what keeps its sign, as a D^-b, is no form for its difference
@@ -440,13 +440,12 @@ def mechanism(records):
             if analysis == "concentration":
                 uniform[home] = finite(content["uniform_first_importance"])
             for run, result in content.get("models", content.get("runs", content)).items():
-                if "(random" in run:
-                    continue
-                if (p := compared.get(f"{home}/{run.removesuffix(' mixed')}")) is None:
+                own, kind = re.fullmatch(r"(.*?)( mixed| \(random\))?", run).groups("")  # of mixed values, or untrained
+                if (p := compared.get(f"{home}/{own}")) is None:
                     records.skip(name, f"{run}: {home}/ has no such run that is compared")
                     continue
                 values, points = of_runs.setdefault(home, ({name: {} for name in MECHANISM}, {}))
-                system = os.path.basename(p.run.system) + " mixed" * run.endswith(" mixed")
+                system = os.path.basename(p.run.system) + kind
                 found = {column: finite(value(result)) for column, (of, _, value, _) in MECHANISM.items() if of == analysis}
                 for column, value in ((c, x) for c, x in found.items() if x is not None):  # all or none
                     values[column].setdefault(system, {})[p.run.config["seed"]] = value
@@ -461,7 +460,7 @@ def mechanism(records):
         numbers[home] = {"budget": " and ".join(map(pool.said, sorted(budget))), "systems": values,
                          "vanilla_loss": statistics.fmean(ends) if ends else None,
                          "uniform_first_importance": uniform.get(home)}
-        for s in sorted({s for name in shown for s in values[name]}, key=place):
+        for s in sorted({s for name in shown for s in values[name] if not s.endswith("(random)")}, key=place):
             seeds = sorted({len(values[name][s]) for name in shown if s in values[name]})
             rows.append([f"{home}/", s, "-".join(map(str, seeds[:1] + seeds[1:][-1:])), *(
                 number(statistics.fmean(of.values()), MECHANISM[n][3]) if (of := values[n].get(s)) else "-" for n in shown)])
@@ -565,7 +564,7 @@ def sizes(records):
             comparisons = scaling.from_runs(scaling.Config(systems=names, baseline="vanilla"), runs)
     except UserError as e:
         records.skip("sizes", e)
-    forms, largest, panels, notes = {}, {}, [], []
+    forms, largest, panels, notes = {}, {"n_params": {}, "n_params_non_embedding": {}}, [], []
     for system, base, axis, fixed, of_base, own in comparisons:
         if axis == "tokens" or fixed != f"{usual:,} tokens":
             continue
@@ -582,16 +581,15 @@ def sizes(records):
         notes.append(f"{system} saves of {scaling.AXES[axis]}, by the form of both fits over {', '.join(both)}: " + ", ".join(
             f"{form} {scaling.percent(x)}" for form, x in r["forms"].items()) + ".")
         panels.append({**scaling.panel("piecewise", system, base, axis, fixed, r), "title": f"{system}, {fixed}"})
-        if axis == "n_params":
-            x, at = max(of_base), {n: statistics.fmean(losses.values()) for n, losses in own.items()}
-            # of seeds that not all points have each counts for one
-            seeds = len(set.intersection(*(set(losses) for of in (of_base, own) for losses in of.values()))) or 1
-            arm = next(arm for arm, ns in both.items() if x in ns[0])
-            largest[system] = {"seeds": seeds, "sizes": len(at), "at": arm, **horizontal(
-                sorted(at), [at[n] for n in sorted(at)], x, statistics.fmean(of_base[x].values()), unpaired(sd, seeds))}
-            notes.append(f"{system} saves {scaling.percent(largest[system]['saving'])}"
-                         + saving_interval(largest[system])
-                         + f" of all parameters at vanilla's {arm}, by its own losses, linear in ln N between sizes.")
+        x, at = max(of_base), {n: statistics.fmean(losses.values()) for n, losses in own.items()}
+        # of seeds that not all points have each counts for one
+        seeds = len(set.intersection(*(set(losses) for of in (of_base, own) for losses in of.values()))) or 1
+        arm = next(arm for arm, ns in both.items() if x in ns[0])
+        found = largest[axis][system] = {"seeds": seeds, "sizes": len(at), "at": arm, **horizontal(
+            sorted(at), [at[n] for n in sorted(at)], x, statistics.fmean(of_base[x].values()), unpaired(sd, seeds))}
+        notes.append(f"{system} saves {scaling.percent(found['saving'])}{saving_interval(found)} of "
+                     f"{'all ' * (axis == 'n_params')}{scaling.AXES[axis]} at vanilla's {arm}, by its own losses, linear in ln "
+                     "N between sizes.")
     return compared(
         records, "sizes", "Parameters", "size", {
             "parameters": lambda arm, s, x: f"{x['n_params']:,}",
@@ -600,7 +598,8 @@ def sizes(records):
          f"The paper has {', '.join(map(scaling.percent, PAPER_PARAMETERS))} (v3, v4, v5; 20B tokens, total N); v3's is what a "
          "line in ln N gives. Learning rate and schedule are the same at all sizes. " + NOISE_OF_SAVINGS, *notes], panels,
         "The horizontal gap between the lines at the largest size is the saving",
-        {"saving": forms, "at_largest": largest, "tokens": usual})
+        {"saving": forms, "at_largest": largest["n_params"], "at_largest_non_embedding": largest["n_params_non_embedding"],
+         "tokens": usual})
 
 
 def ablations(records):

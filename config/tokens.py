@@ -1,8 +1,8 @@
 """
-An overlay: how the differences to vanilla change with the number of tokens, 0.07B to 0.86B. Each budget is a list of its own,
+An overlay: how the differences to vanilla change with the number of tokens, 0.13B to 0.86B. Each budget is a list of its own,
 with its own schedule, fully decayed; 2,000 iterations are runs of config/ablations.py.
 
-    for n in 1000 2000 4000 8000 13100; do
+    for n in 2000 4000 8000 13100; do
         python train.py config/82M.py config/tokens.py --data=slimpajama --seeds=1337 --max_iters=$n --out_dir=out/tokens/$n
     done
 """

@@ -472,8 +472,9 @@ def test_mechanism_of_another_budget_has_rows_of_its_own(make):
     def cell(vanilla, iters, home, seeds="1 seed, over its passages [+0.0700, +0.1200]"):
         return f"{vanilla + 0.1:.4g} against vanilla's {vanilla:.4g} of the questions; +0.1000, {iters / 1e3:.3g}M tokens in " \
             f"{iters} iterations, {seeds}, {home}/"
-    assert "| 0.3005 against vanilla's 0.2 of the questions; +0.1005 [+0.0941, +0.1069], 0.02M tokens in 20 iterations, " \
-        f"2 seeds, family/; also {cell(0.4, 100, 'tokens/100')} | holds |" in claimed  # the lowest of the others
+    assert (two := "0.3005 against vanilla's 0.2 of the questions; +0.1005 [+0.0941, +0.1069], 0.02M tokens in 20 iterations, "
+            "2 seeds, family/") in claimed
+    assert f"| {two}; also {cell(0.4, 100, 'tokens/100')} | holds |" in claimed  # the lowest of the others
     (make.root / "mechanism/lastword.json").unlink()  # one seed has no noise of its own, and takes none from others
     assert f"| {cell(0.4, 100, 'tokens/100')}; also {cell(0.3, 40, 'tokens/40')} | not testable at this budget |" in make()[1]
 
@@ -501,11 +502,16 @@ def test_mechanism_of_seeds_is_paired(make):
             "accuracy": right, "difference": {"accuracy_interval_95": None}}}}
         for system, seed, right in (("vanilla", 1337, 0.2), ("vanilla", 1338, 0.21), ("identity", 1337, 0.3),
                                     ("identity", 1338, 0.309))}}))
+    (make.root / "mechanism/similarity.json").write_text(json.dumps({"models": {
+        f"vanilla/seed{seed}{kind}": {"similarity": [0.9, x + 0.01 * (seed - 1337), x]}
+        for seed in (1337, 1338) for kind, x in (("", 0.2), (" (random)", 0.7))}}))
     content, text, _, _ = make()
     for claim, words in (("½ A (V_n + V_{n-1}) is nearer to cross-layer attention than identity mapping",
                           "in 4 of 4 layers (of V_(n-1) alone: in 2), 0.02M tokens in 20 iterations, 2 seeds, family/"),
                          ("ResFormer (identity) gets more questions right",
-                          "0.3045 against vanilla's 0.205 of the questions; +0.0995")):
+                          "0.3045 against vanilla's 0.205 of the questions; +0.0995"),
+                         ("tokens are alike before training, less so after it (vanilla)",
+                          "0.20, before training 0.70; -0.5000 [-0.5000, -0.5000], 0.02M tokens in 20 iterations, 2 seeds")):
         assert verdicts(content)[claim] == "holds" and words in text
     of = content["mechanism"]["of_runs"]["family"]["systems"]
     assert of["largest"]["identity mixed"] == {"1337": 2.5, "1338": 2.6}
@@ -513,7 +519,42 @@ def test_mechanism_of_seeds_is_paired(make):
     got = verdicts(content)
     assert got["eigenvalues of values are larger in ResFormer (identity)"] == "holds"
     assert got["value-state drains are weaker in ResFormer (identity)"] == "not testable at this budget"
-    assert "| identity mixed |" in text
+    assert "| identity mixed |" in text and "(random) |" not in text
+
+
+@pytest.mark.parametrize("shares, expected", [
+    ([0.6, 0.7], "holds"), ([0.4, 0.3], "not seen"), ([0.6, 0.4], "not testable at this budget"),
+    ([0.5, 0.4], "not testable at this budget"), ([0.5, 0.6], "not testable at this budget"),
+    ([0.5, 0.5], "not testable at this budget"), ([0.4], "not testable at this budget"),
+    ([1.0], "not testable at this budget")])
+def test_layers_decide_where_every_seed_agrees(shares, expected):
+    """Half of the layers is on neither side."""
+    assert claims.most(shares) == claims.most(iter(shares)) == expected
+
+
+def test_folders_with_as_many_seeds_are_shown_beside_one_another():
+    """The first decides; beside it the others with as many seeds, and the one that ended lowest."""
+    def folder(loss, *seeds):
+        return {"systems": {"number": {"vanilla": dict.fromkeys(seeds, loss)}}, "vanilla_loss": loss}
+    homes = {"a": folder(3.2, 1, 2), "b": folder(3.0, 1, 2), "c": folder(2.9, 1), "d": folder(2.8, 1)}
+    told = claims.analysed({"mechanism": {"of_runs": homes}}, "number", ("vanilla",), lambda facts, of: (
+        f"{facts['vanilla_loss']}", claims.HOLDS if facts["vanilla_loss"] == 3.0 else claims.NOT_SEEN))
+    assert told == ("3.0, b/; also 2.8, d/; also 3.2, a/", "holds")
+
+
+@pytest.mark.parametrize("own, mixed, expected", [
+    ((3, 3), (3, 3), "holds"), ((3, 3), (0, 0), "holds partly"), ((1, 1), (0, 0), "not seen"),
+    ((3, 1), (0, 0), "not testable at this budget"), ((3, 1), (3, 3), "holds partly")])
+def test_eigenvalues_of_own_or_of_mixed_values(own, mixed, expected, make):
+    """Of 4 layers so many are larger, with each of two seeds. While one reading is open, none that is not seen decides."""
+    write_family(make.root, {"identity": -0.03}, seeds=(1337, 1338))
+    (make.root / "mechanism").mkdir()
+    (make.root / "mechanism/spectrum.json").write_text(json.dumps({"models": {
+        name: {"layers": [{"layer": n, "effective_rank": 9.0, "largest": 2 if larger is None else 3 if n <= larger else 1}
+                          for n in (1, 2, 3, 4)]}
+        for i, seed in enumerate((1337, 1338)) for name, larger in (
+            (f"vanilla/seed{seed}", None), (f"identity/seed{seed}", own[i]), (f"identity/seed{seed} mixed", mixed[i]))}}))
+    assert verdicts(make()[0])["eigenvalues of values are larger in ResFormer (identity)"] == expected
 
 
 @pytest.mark.parametrize("source", ["first", "previous"])
@@ -975,8 +1016,10 @@ def test_sizes(make):
     own = [0.01 * (s - 1337) for s in seeds], [0.01 * (s - 1337) + NOISE[s] for s in seeds]
     half = 4.30265 * math.sqrt(2) * math.sqrt(np.mean([np.var(x, ddof=1) for x in own]))
     found = content["sizes"]["at_largest"]["identity"]
-    assert found["saving"] == pytest.approx(0.25, abs=1e-4)
-    assert found["interval_95"] == pytest.approx([1 - 0.75 * math.exp(s * half / 0.3) for s in (1, -1)], abs=1e-3)
+    for axis in (found, content["sizes"]["at_largest_non_embedding"]["identity"]):
+        assert axis["saving"] == pytest.approx(0.25, abs=1e-4)
+        assert axis["interval_95"] == pytest.approx([1 - 0.75 * math.exp(s * half / 0.3) for s in (1, -1)], abs=1e-3)
+    assert "of non-embedding parameters at vanilla's 468M, by its own losses" in text
     assert verdicts(content)[claim] == "holds partly"
     assert "; 4 sizes, 0.02M tokens, 1 seed |" in text
     shutil.rmtree(make.root / "sizes/20M")
