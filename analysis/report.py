@@ -391,6 +391,7 @@ MECHANISM = {  # {number: (analysis, column, number of one run's result, format)
     "hidden_peak": ("concentration", "hidden norm, token 1 / mean, largest",
                     ratio_of(max, "first_hidden_norm", "mean_hidden_norm"), ".3f"),
     "similarity": ("similarity", "token similarity, mean of layers", lambda r: statistics.fmean(r["similarity"][1:]), ".3f"),
+    "untrained": ("similarity", "before training", lambda r: statistics.fmean(r["similarity"][1:]), ".3f"),
     "effective_rank": ("spectrum", "effective rank of values, mean", mean_of("effective_rank"), ".1f"),
     "largest": ("spectrum", "largest eigenvalue, mean", mean_of("largest"), ".2f"),
     "mapping": ("mapping", "Eq 4's cosine to cross-layer attention minus Eq 6's, mean of layers",
@@ -420,6 +421,9 @@ def finite(value):
     return value
 
 
+FOREIGN = KeyError, TypeError, AttributeError, ValueError, ArithmeticError, StopIteration  # of JSON of another form
+
+
 def mechanism(records):
     """
     A few numbers per system of what the analyses of checkpoints wrote: of family/'s in mechanism/ and mechanism/seedSEED/, of
@@ -439,19 +443,25 @@ def mechanism(records):
         try:
             if analysis == "concentration":
                 uniform[home] = finite(content["uniform_first_importance"])
-            for run, result in content.get("models", content.get("runs", content)).items():
-                own, kind = re.fullmatch(r"(.*?)( mixed| \(random\))?", run).groups("")  # of mixed values, or untrained
-                if (p := compared.get(f"{home}/{own}")) is None:
-                    records.skip(name, f"{run}: {home}/ has no such run that is compared")
-                    continue
-                values, points = of_runs.setdefault(home, ({name: {} for name in MECHANISM}, {}))
-                system = os.path.basename(p.run.system) + kind
-                found = {column: finite(value(result)) for column, (of, _, value, _) in MECHANISM.items() if of == analysis}
-                for column, value in ((c, x) for c, x in found.items() if x is not None):  # all or none
-                    values[column].setdefault(system, {})[p.run.config["seed"]] = value
-                points[p.run.name] = p
-        except (KeyError, TypeError, AttributeError, ValueError, ArithmeticError, StopIteration) as e:
+            results = content.get("models", content.get("runs", content)).items()
+        except FOREIGN as e:
             records.skip(name, f"not of the form that analysis.{analysis} writes ({e!r})")
+            continue
+        for run, result in results:
+            untrained, mixed = run.endswith(" (random)"), run.endswith(" mixed")
+            if (p := compared.get(f"{home}/{run.removesuffix(' (random)').removesuffix(' mixed')}")) is None:
+                records.skip(name, f"{run}: {home}/ has no such run that is compared")
+                continue
+            values, points = of_runs.setdefault(home, ({name: {} for name in MECHANISM}, {}))
+            try:
+                found = {column: finite(value(result)) for column, (of, _, value, _) in MECHANISM.items()
+                         if of == analysis and (column == "untrained") == untrained}
+            except FOREIGN as e:
+                records.skip(name, f"{run}: not of the form that analysis.{analysis} writes ({e!r})")
+                continue
+            for column, value in ((c, x) for c, x in found.items() if x is not None):  # all or none
+                values[column].setdefault(os.path.basename(p.run.system) + " mixed" * mixed, {})[p.run.config["seed"]] = value
+            points[p.run.name] = p
     shown, rows, numbers = [name for name, (_, column, _, _) in MECHANISM.items() if column], [], {}
     for home, (values, points) in sorted(of_runs.items(), key=lambda x: (len(x[0]), x[0])):  # family's first
         ends = [p.end["val_mean"] for p in points.values() if os.path.basename(p.run.system) == "vanilla"]
@@ -460,7 +470,7 @@ def mechanism(records):
         numbers[home] = {"budget": " and ".join(map(pool.said, sorted(budget))), "systems": values,
                          "vanilla_loss": statistics.fmean(ends) if ends else None,
                          "uniform_first_importance": uniform.get(home)}
-        for s in sorted({s for name in shown for s in values[name] if not s.endswith("(random)")}, key=place):
+        for s in sorted({s for name in shown for s in values[name]}, key=place):
             seeds = sorted({len(values[name][s]) for name in shown if s in values[name]})
             rows.append([f"{home}/", s, "-".join(map(str, seeds[:1] + seeds[1:][-1:])), *(
                 number(statistics.fmean(of.values()), MECHANISM[n][3]) if (of := values[n].get(s)) else "-" for n in shown)])
@@ -529,7 +539,8 @@ def compared(records, folder, title, arm="", more=None, notes=(), panels=(), cap
                   pairs(x["seeds"], x["difference"]), *(cell(name, system, x) for cell in (more or {}).values())]
                  for system, x in of["systems"].items()]
     sd = noise(x["difference"] for of in arms.values() for x in of["systems"].values())
-    several = [name for name, of in arms.items() if noise(x["difference"] for x in of["systems"].values())]
+    several = [name for name, of in arms.items()  # pooled are the systems with the most seeds
+               if (own := noise(x["difference"] for x in of["systems"].values())) and own["df"] == sd["df"]]
     where = f"{folder}/" if len(several) == len(arms) else ", ".join(f"{folder}/{name}".rstrip("/") + "/" for name in several)
     borrowed = {} if sd else {str(x): x for pool in pools.values() if (x := records.noise_for(pool))}  # by the claims
     said = "No system here has two paired seeds. " + " ".join(

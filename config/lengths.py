@@ -14,7 +14,7 @@ and with a lower learning rate, which the paper finds to help SVFormer, and anot
     python train.py config/82M.py config/lengths.py --data=slimpajama --seeds=1337 --runs=vanilla,svformer --warmup_iters=12 \
         --out_dir=out/lengths/2048_warmup12
 
-Cost on an H200: 22 runs of 2 minutes (at 8,192 of 3: 1.4 times the FLOPs) and half a minute to start: 1.1 hours.
+Cost on an H200: 22 runs of 2 minutes (at 8,192 of 3: 1.4 times the FLOPs) and half a minute to start: an hour.
 """
 out_dir = "out/lengths"
 tokens_per_iter = 32 * 2048  # small steps: 500 of 262,144 tokens leave the loss to the schedule (results/README.md)

@@ -519,7 +519,8 @@ def test_mechanism_of_seeds_is_paired(make):
     got = verdicts(content)
     assert got["eigenvalues of values are larger in ResFormer (identity)"] == "holds"
     assert got["value-state drains are weaker in ResFormer (identity)"] == "not testable at this budget"
-    assert "| identity mixed |" in text and "(random) |" not in text
+    assert "| identity mixed |" in text and "(random)" not in text.partition("## Mechanism")[2].partition("\n\nMeans")[0]
+    assert content["mechanism"]["of_runs"]["family"]["systems"]["untrained"] == {"vanilla": {"1337": 0.7, "1338": 0.705}}
 
 
 @pytest.mark.parametrize("shares, expected", [
@@ -530,6 +531,24 @@ def test_mechanism_of_seeds_is_paired(make):
 def test_layers_decide_where_every_seed_agrees(shares, expected):
     """Half of the layers is on neither side."""
     assert claims.most(shares) == claims.most(iter(shares)) == expected
+
+
+def test_a_run_of_another_form_costs_only_itself(make):
+    write_family(make.root, {"identity": -0.03}, seeds=(1337,))
+    (make.root / "mechanism").mkdir()
+    good = {"similarity": [0.9, 0.2, 0.2]}
+    (make.root / "mechanism/similarity.json").write_text(json.dumps({"models": {
+        "vanilla/seed1337": good, "vanilla/seed1337 (random)": {"similarity": [math.nan] * 3}, "of\ntwo lines": good,
+        "identity/seed1337 (random)": {"similarity": [0.5]}, "identity/seed1337": good}}))
+    (make.root / "mechanism/spectrum.json").write_text(json.dumps({"models": {  # no layer in common
+        f"{system}/seed1337": {"layers": [{"layer": n, "effective_rank": 9.0, "largest": 2.0} for n in layers]}
+        for system, layers in (("vanilla", (1, 2)), ("identity", (3, 4)))}}))
+    content, text, _, _ = make()
+    systems = content["mechanism"]["of_runs"]["family"]["systems"]
+    assert systems["similarity"] == {"vanilla": {"1337": 0.2}, "identity": {"1337": 0.2}} and systems["untrained"] == {}
+    for run in ("vanilla/seed1337 (random)", "identity/seed1337 (random)", "of\ntwo lines"):
+        assert any(line.startswith(f"mechanism/similarity.json: {run}: ") for line in content["left_out"]), run
+    assert verdicts(content)["eigenvalues of values are larger in ResFormer (identity)"] == "not testable at this budget"
 
 
 def test_folders_with_as_many_seeds_are_shown_beside_one_another():
@@ -544,7 +563,8 @@ def test_folders_with_as_many_seeds_are_shown_beside_one_another():
 
 @pytest.mark.parametrize("own, mixed, expected", [
     ((3, 3), (3, 3), "holds"), ((3, 3), (0, 0), "holds partly"), ((1, 1), (0, 0), "not seen"),
-    ((3, 1), (0, 0), "not testable at this budget"), ((3, 1), (3, 3), "holds partly")])
+    ((3, 1), (0, 0), "not testable at this budget"), ((3, 1), (3, 3), "holds partly"),
+    ((1, 1), (), "not testable at this budget"), ((3, 3), (), "holds partly"), ((1, 1), (0,), "not testable at this budget")])
 def test_eigenvalues_of_own_or_of_mixed_values(own, mixed, expected, make):
     """Of 4 layers so many are larger, with each of two seeds. While one reading is open, none that is not seen decides."""
     write_family(make.root, {"identity": -0.03}, seeds=(1337, 1338))
@@ -553,7 +573,8 @@ def test_eigenvalues_of_own_or_of_mixed_values(own, mixed, expected, make):
         name: {"layers": [{"layer": n, "effective_rank": 9.0, "largest": 2 if larger is None else 3 if n <= larger else 1}
                           for n in (1, 2, 3, 4)]}
         for i, seed in enumerate((1337, 1338)) for name, larger in (
-            (f"vanilla/seed{seed}", None), (f"identity/seed{seed}", own[i]), (f"identity/seed{seed} mixed", mixed[i]))}}))
+            (f"vanilla/seed{seed}", None), (f"identity/seed{seed}", own[i]),
+            *((f"identity/seed{seed} mixed", x) for x in mixed[i:i + 1]))}}))
     assert verdicts(make()[0])["eigenvalues of values are larger in ResFormer (identity)"] == expected
 
 
