@@ -1,4 +1,4 @@
-"""analysis.bench: its tables at tiny size, its record, and what it refuses. test_readme.py has the figures."""
+"""analysis.bench: its tables at tiny size, its record, and what it refuses. test_told.py has the figures."""
 import copy
 import dataclasses
 import hashlib
