@@ -58,13 +58,14 @@ from analysis.records import (
 from analysis.relative_loss import t_95
 from configurator import REPO, UserError, command, configure
 
-LEGEND = ("Losses in nats per token; a difference below 0 is a lower loss than the other's. Brackets: 95 % intervals, of the "
-          "noise between seeds unless the cell names another; *: an end of it lies beyond what was run. holds: the interval "
-          "over two or more seeds has the paper's sign, which says nothing of its size or of 20B tokens; holds partly: only "
-          "the mean has it, but beyond the noise between seeds, or only a part of the claim does; not seen: the other sign, "
-          "or under half of the layers with every seed; not testable: within that noise, or not run, or it takes more tokens. "
-          "by construction: a property of the code. Where several folders of runs are named, the verdict is of the first: the "
-          "one with the most seeds or, of equals, the lowest loss. Systems: README's table of every system.")
+LEGEND = ("Losses in nats per token; a difference below 0 is a lower loss than the other's. Brackets: 95 % intervals, "
+          "of the noise between seeds unless the cell names another; *: an end of it lies beyond what was run. holds: "
+          "the interval over two or more seeds has the paper's sign, which says nothing of its size or of 20B tokens; "
+          "holds partly: only the mean has it, but beyond the noise between seeds, or only a part of the claim does; "
+          "not seen: the other sign; not testable: within that noise, or not run, or it takes more tokens. What is of "
+          "layers holds with more than half of them in every seed, and is not seen with fewer. by construction: a "
+          "property of the code. Where several folders of runs are named, the verdict is of the first: the one with the "
+          "most seeds or, of equals, the lowest loss. Systems: README's table of every system.")
 START, END = "<!-- what reproduces: python -m analysis.report results/ -->", "<!-- end -->"
 UNIT = "loss - vanilla's (nats per token)"
 OVERTAKEN = "svformer",  # by vanilla, in the paper: what keeps its sign, as a D^-b, is no form for its difference

@@ -4,7 +4,7 @@ An overlay: what the value residual is not, in the paper's ablations at 0.13B to
 
     python train.py config/82M.py config/ablations.py --data=slimpajama --seeds=1337
 
-Cost on an H200: 29 runs of 2 minutes and half a minute to start (cross_layer 4, attention_residual 5): 1.4 hours.
+Cost on an H200: 29 runs of 2 minutes and half a minute to start (cross_layer 4, attention_residual 5): 1.3 hours.
 A smaller batch_size needs as many more eval_iters, as attention_residual's here, so that all see the same validation text.
 """
 out_dir = "out/ablations"

@@ -575,7 +575,9 @@ def test_eigenvalues_of_own_or_of_mixed_values(own, mixed, expected, make):
         for i, seed in enumerate((1337, 1338)) for name, larger in (
             (f"vanilla/seed{seed}", None), (f"identity/seed{seed}", own[i]),
             *((f"identity/seed{seed} mixed", x) for x in mixed[i:i + 1]))}}))
-    assert verdicts(make()[0])["eigenvalues of values are larger in ResFormer (identity)"] == expected
+    content, text, _, _ = make()
+    assert verdicts(content)["eigenvalues of values are larger in ResFormer (identity)"] == expected
+    assert f"larger in {own[0]} of 4 and {own[1]} of 4 layers of own values" in text
 
 
 @pytest.mark.parametrize("source", ["first", "previous"])
@@ -797,7 +799,14 @@ def test_kv(make):
     systems = content["kv"]["arms"]["2048"]["systems"]
     assert {s: x["kv_bytes_per_token"] for s, x in systems.items()} == caches and list(systems)[:2] == ["vanilla", "gqa2"]
     assert re.search(r"\| 2048 \| svformer \|.*\| 9,216 \| 0\.5625 \|", text) and "(report_kv.png)" in text
-    assert verdicts(content)["SVFormer is worse than GQA2 at 2,048 tokens"] == "holds"
+    claim = "SVFormer is worse than GQA2 at 2,048 tokens"
+    assert verdicts(content)[claim] == "holds"
+    shutil.rmtree(make.root / "kv")
+    for length in (2048, 8192):
+        write_pool(make.root / "kv" / str(length), {"svformer": -0.03, "gqa2": 0.0, "cla2": 0.0}, block_size=length)
+    content, text, _, _ = make()
+    assert verdicts(content)[claim] == "not testable at this budget" and "; in the paper SVFormer's leads go with" in text
+    assert verdicts(content)["SVFormer is better than GQA2 and CLA2 at longer windows"] == "holds"
 
 
 def test_noise_is_that_of_like_runs(make):
@@ -853,7 +862,12 @@ def test_lengths(make):
         assert found[arm]["seeds"]["1337"]["iteration"] == pytest.approx(turn, rel=1e-4)
     assert "| 2048 | svformer |" in text and "crossed at 0.012M tokens" in text
     got = verdicts(content)
-    assert got["vanilla overtakes SVFormer later if windows are longer"] == "holds" == got["ResFormer gains at every length"]
+    assert got["vanilla overtakes SVFormer later if windows are longer"] == "holds"
+    assert got["ResFormer gains at every length"] == "holds partly" and "; not run at 32,000, 64,000 | holds partly |" in text
+    for length in (32000, 64000):
+        write_pool(make.root / "lengths" / str(length), {"identity": -0.03}, block_size=length, iters=24, seeds=(1337, 1339))
+    content, text, _, _ = make()
+    assert verdicts(content)["ResFormer gains at every length"] == "holds" and "not run at" not in text
     shutil.rmtree(make.root / "lengths/512")
     write_pool(make.root / "lengths/512", {"identity": 0.03}, block_size=512)
     got = verdicts(make()[0])

@@ -140,8 +140,8 @@ def test_learning_rates_told_are_the_measured_ones():
     worse = {s: [mine > -base for mine, base in zip(changes[s], changes["vanilla"])] for s in ("identity", "svformer")}
     assert worse == {"identity": [False, False, True, True], "svformer": [False, True, True, True]}
     assert sum(lead[a]["identity"] < 0 for a in losses if a.endswith("_strong")) == 2  # "at two of them it is behind"
-    assert ("At the two highest rates these two lose more by getting worse than by vanilla's getting better, at the lowest the "
-            "other way round, at 6e-4 so with SVFormer and not with identity.") in text
+    assert ("At 1.2e-3 and 2.4e-3 the hurt is the larger part, at 6e-4 for SVFormer only, at 3e-4 for neither (there identity "
+            "gains, too, but less than vanilla).") in text and changes["vanilla"][0] < changes["identity"][0] < 0
     assert {s: x["rate"] for s, x in report["best"].items()} == {
         "vanilla": "2.4e-3_strong", "identity": "2.4e-3", "sparse": "2.4e-3_strong", "svformer": "2.4e-3"}
     inside = [(key, s) for key in ("best", "best_plain", "best_stronger") for s, x in report[key].items() if not x["at_an_end"]]
@@ -232,23 +232,24 @@ def test_ablations_told_are_the_measured_ones():
     assert -reach < d["share_v_every_2"] < 0 and -reach < d["identity_mapping"] < 0  # "end below vanilla, within the noise"
     again = {s: x["seeds"]["1338"] for s, x in large.items() if "1338" in x["seeds"]}  # "a second seed"
     best = list(lambdas.values())[:3], sorted(layers.values(), key=again.get)
-    assert ("λ1 = 5, 3 and 2 ({:.3f}, {:.3f} and {:.3f}) and of layers 2-8, 5-8, 4-5, 7-8, 6-8 and 2-4 "
-            "({:.3f}, {:.3f}, {:.3f}, {:.3f}, {:.3f} and {:.3f}) leaves these so, though not the layers' order;").format(
+    assert ("λ1 = 5, 3 and 2 ({:.3f}, {:.3f} and {:.3f} with it) and layers 2-8, 5-8, 4-5, 7-8, 6-8 and 2-4 "
+            "({:.3f}, {:.3f}, {:.3f}, {:.3f}, {:.3f} and {:.3f}) stay ahead, though the sets of layers change places.").format(
                 *(again[s] for of in best for s in of)) in text
     assert best[1] == [layers[f"{x}:"] for x in ("2-8", "5-8", "4-5", "7-8", "6-8", "2-4")]
     both = {s: statistics.fmean((d[s], again[s])) for of in best for s in of}
     assert max(abs(both[a] - both[b]) for of in best for a in of for b in of) < reach / math.sqrt(2)  # "leaves them so"
     assert sorted(best[0], key=d.get) == sorted(best[0], key=again.get) and best[1] != sorted(best[1], key=d.get)  # "order"
     two = "query_residual", "hidden_residual"
-    assert ("queries and hidden states ({:.3f} and {:.3f} at theirs) stay behind: their means of {:.3f} and {:.3f} are beyond "
-            "what counts for two seeds, {:.3f}, though the intervals of their own two seeds contain zero.").format(
+    assert ("queries and hidden states ({:.3f} and {:.3f} with it) stay behind: their means of {:.3f} and {:.3f} are beyond "
+            "what counts for two seeds, {:.3f}, though these two alone would not show it.").format(
                 *(again[s] for s in two), *(large[s]["mean"] for s in two), reach / math.sqrt(2)) in text
     assert all(large[s]["interval_95"][0] < 0 < large[s]["interval_95"][1] for s in two)
     near = {s for of in ABLATED.values() for a in of.values() for b in of.values() if a != b and abs(d[a] - d[b]) < 0.01
             for s in (a, b)}
     assert near == again.keys() - {"identity", "svformer"}  # "within 0.01 of another in its row"
     assert {s for s, x in d.items() if abs(x) < 0.01} == {"source_previous", "cla2"}  # "as near to vanilla"
-    assert "another in its row; not of V_{n-1} and of K and V in pairs, which are as near to vanilla." in text
+    assert ("A second seed was run of what is within 0.01 of another in its row; not of V_{n-1} and of K and V in pairs, which "
+            "are as near to vanilla.") in text
     assert all(large[s]["mean"] > reach / math.sqrt(2) for s in two)
     assert again.keys() == {*both, "identity", "svformer", "query_residual", "hidden_residual"}
     assert "λ1 = 1 is ahead of 2 V_n by {:.3f}, λ1 = 5 of 6 V_n by {:.3f}, though".format(
@@ -298,7 +299,7 @@ def test_caches_told_are_the_measured_ones():
         pools[n].relative(s, 131072000) for n, s in (("2048", "svformer"), ("8192", "svformer"), ("8192", "gqa2")))]
     widest, settled = far.argmin(), xs > 200
     assert near[xs > 1050].max() < 0 and abs(xs[widest] - 1050) < 1
-    assert gqa2[settled & (xs < 850)].min() > 0 > gqa2[xs > 900].max()
+    assert gqa2[settled & (xs < 850)].min() > 0 > gqa2[xs > 900].max() and abs(xs[gqa2 > 0][-1] - 880) < 5
     for words, numbers in (
             ("({:.3f} for one seed)", [reach]),
             ("SVFormer ends {:.3f} and {:.3f} higher", [of["svformer_gqa4"] - of["svformer"] for of in (short, long)]),
@@ -307,7 +308,7 @@ def test_caches_told_are_the_measured_ones():
             ("vanilla makes up most of it, to {:.2f} over the last 100.", [-near[-1]]),
             ("the lead grows to {:.2f} around iteration 1,050, and {:.2f} is left", [-far[widest], -far[-1]])):
         assert words.format(*numbers) in text, words
-    assert "(a seventh of the cache)" in text and "there it is behind until iteration 850" in text
+    assert "(a seventh of the cache)" in text and "there it is behind until about iteration 880" in text
     short_of = flat(README.partition("In short:\n")[2].partition("\n<!--")[0])
     assert "(a seventh of vanilla's KV cache), is ahead of vanilla, GQA and CLA at 2,048 tokens and far more at" in short_of
 
@@ -416,7 +417,6 @@ def test_lengths_told_are_the_measured_ones():
     reach, each, both = records.reach(report["ablations"]["noise"], 1), ("512", middle, "8192"), ("1337", "1338")
     assert "Identity and SVFormer are ahead at every length with every seed, as identity is in the paper." in text
     assert all(x < 0 for arm in each for d in found[arm].values() for x in d["seeds"].values())
-    assert "By the seeds' own intervals all these leads are, but for SVFormer's at 8,192, where" in text
     assert [(arm, s) for arm in each for s in found[arm] if found[arm][s]["interval_95"][1] > 0] == [("8192", "svformer")]
     wide = [found["8192"]["svformer"]["seeds"][seed] for seed in both]
     assert "with each of two or three seeds, identity is ahead at 512, 2,048 and 8,192 tokens, and vanilla's training" in short
@@ -427,7 +427,7 @@ def test_lengths_told_are_the_measured_ones():
         assert all(found["512"][s]["seeds"][x] > found[middle][s]["seeds"][x] > found["8192"][s]["seeds"][x] for x in both)
     beyond = {arm: [-found[arm][s]["mean"] * math.sqrt(seeds[arm]) / reach for s in ("identity", "svformer")] for arm in each}
     assert 0.95 < min(beyond["512"]) < max(beyond["512"]) < 1 < min(beyond[middle] + beyond["8192"])  # "just within it"
-    assert grown["identity"]["interval_95"][0] > 0 > grown["svformer"]["interval_95"][0]  # "the other way round"
+    assert grown["identity"]["interval_95"][0] > 0 > grown["svformer"]["interval_95"][0]
     shared = {arm: {s: statistics.fmean(end(f"lengths/{arm}/{s}/seed{x}") for x in both) for s in ("vanilla", "svformer")}
               for arm in (middle, "8192")}
     assert -grown["svformer"]["mean"] < -reach < -grown["identity"]["mean"]  # "for SVFormer only"
@@ -463,13 +463,15 @@ def test_lengths_told_are_the_measured_ones():
     costs = [one[arm][s] - one[middle][s] for arm in (slow, brief) for s in ("vanilla", "svformer")]
     assert max(abs(costs[1] - costs[0]), abs(costs[3] - costs[2])) < math.sqrt(2) * reach  # "within the noise"
     for words, numbers in (
-            ("where its two seeds, {:.3f} and {:.3f}, are further apart. By the noise at 2,048 ({:.3f} for one seed, {:.3f} "
-             "for two) all are but the two at 512, which are just within it.", [*wide, reach, reach / math.sqrt(2)]),
+            ("The spread of a number's own seeds: every lead is beyond it but SVFormer's at 8,192, whose two seeds, {:.3f} and "
+             "{:.3f}, are further apart; of the growths identity's is, SVFormer's is not.", wide),
+            ("(a lead counts from {:.3f} on with one seed, from {:.3f} with two, a growth with two from {:.3f}): every lead is "
+             "beyond it but the two at 512, just; of the growths SVFormer's is, identity's just not.", [
+                 reach, reach / math.sqrt(2), reach]),
             ("Vanilla's loss at 8,192 is {:.2f} above that at 2,048, SVFormer's {:.2f} (of the same two seeds),", [
                 shared["8192"][s] - shared[middle][s] for s in ("vanilla", "svformer")]),
             ("run at every length both leads grow from 512 to 8,192, identity's by {:.3f} and {:.3f}, SVFormer's by {:.3f} and "
-             "{:.3f}: by that noise ({:.3f} for two seeds) SVFormer's growth is decided and identity's just not, by their own "
-             "intervals the other way round.", [*(x for s in grown for x in grown[s]["seeds"].values()), reach]),
+             "{:.3f}.", [x for s in grown for x in grown[s]["seeds"].values()]),
             ("it grows again, from {:.2f} at iteration 900 to {:.2f} with one seed, hardly, from {:.2f} at 1,400 to {:.2f}, "
              "with the other.", again),
             ("mean lead is {:.2f} at 512, {:.2f} at 2,048 and {:.2f} at 8,192, after a largest one of {:.2f} to {:.2f}.", [
@@ -566,8 +568,8 @@ def test_ablations_of_three_seeds_told_are_the_measured_ones():
                  "λ1 = 2 of 0.5 and 5, 1 of 0.5 and 3 of 5; every set of layers of 7-8, and every other one of 6-8, too",
                  "V in pairs of K and of both, and both of K; and SVFormer of anchors"):
         assert said in text
-    assert ("At the quickstart's size, three seeds, values are ahead of vanilla and keys and queries behind, λ1 = 2 is ahead "
-            "of 0.5 and 5, of what pairs of layers share V hurts least, and 2 V_n is behind, too;") in short
+    assert ("With the quickstart's model at 8 layers, three seeds, values are ahead of vanilla and keys and queries behind, λ1 "
+            "= 2 is ahead of 0.5 and 5, of what pairs of layers share V hurts least, and 2 V_n is behind, too;") in short
     assert "layers 6-8 are not the best: every set but 7-8 is ahead of them" in short
 
 
