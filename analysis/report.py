@@ -453,13 +453,13 @@ def mechanism(records):
             if (p := compared.get(f"{home}/{run.removesuffix(' (random)').removesuffix(' mixed')}")) is None:
                 records.skip(name, f"{run}: {home}/ has no such run that is compared")
                 continue
-            values, points = of_runs.setdefault(home, ({name: {} for name in MECHANISM}, {}))
             try:
                 found = {column: finite(value(result)) for column, (of, _, value, _) in MECHANISM.items()
                          if of == analysis and (column == "untrained") == untrained}
             except FOREIGN as e:
                 records.skip(name, f"{run}: not of the form that analysis.{analysis} writes ({e!r})")
                 continue
+            values, points = of_runs.setdefault(home, ({name: {} for name in MECHANISM}, {}))
             for column, value in ((c, x) for c, x in found.items() if x is not None):  # all or none
                 values[column].setdefault(os.path.basename(p.run.system) + " mixed" * mixed, {})[p.run.config["seed"]] = value
             points[p.run.name] = p

@@ -543,7 +543,11 @@ def test_a_run_of_another_form_costs_only_itself(make):
     (make.root / "mechanism/spectrum.json").write_text(json.dumps({"models": {  # no layer in common
         f"{system}/seed1337": {"layers": [{"layer": n, "effective_rank": 9.0, "largest": 2.0} for n in layers]}
         for system, layers in (("vanilla", (1, 2)), ("identity", (3, 4)))}}))
+    write_tokens(make.root, {"identity": lambda tokens: -0.05}, budgets=(40,))
+    (make.root / "mechanism/40").mkdir()  # with nothing else
+    (make.root / "mechanism/40/similarity.json").write_text(json.dumps({"models": {"vanilla/seed1337": {"similarity": 1}}}))
     content, text, _, _ = make()
+    assert list(content["mechanism"]["of_runs"]) == ["family"]
     systems = content["mechanism"]["of_runs"]["family"]["systems"]
     assert systems["similarity"] == {"vanilla": {"1337": 0.2}, "identity": {"1337": 0.2}} and systems["untrained"] == {}
     for run in ("vanilla/seed1337 (random)", "identity/seed1337 (random)", "of\ntwo lines"):
