@@ -179,6 +179,7 @@ def main():
                          rows, dict(length=config.length, stride=config.stride, sequences=config.sequences, dtype=config.dtype,
                                     runs=results),
                          lambda path: picture(path, runs, results))
+        world.barrier()  # a process that ends right after a sum can abort: gloo's thread may still hold its tensor
     if world.group:
         torch.distributed.destroy_process_group()
 
