@@ -92,6 +92,11 @@ def below(*pairs, pool=lambda records: records):
     return check
 
 
+def later(v):
+    """That verdict, of what comes after more training than ours: the other sign now says nothing of it."""
+    return NOT_TESTABLE if v == NOT_SEEN else v
+
+
 def wikipedia(records, numbers):
     """The difference at Wikipedia against the most negative one of the other sources, seed by seed."""
     def over(line, pick):
@@ -124,8 +129,7 @@ def overtaken(records, _):
     last = pool.relative("svformer", tokens)[1].mean(0)[-1:]
     here = (f"final difference {described(d, pool.said(tokens))}; training curves: {reached(point)}"
             + "".join(f", {x:+.4f} at their end" for x in last))
-    v = verdict(d, +1, records.noise_at(tokens))
-    return here, NOT_TESTABLE if v == NOT_SEEN else v
+    return here, later(verdict(d, +1, records.noise_at(tokens)))
 
 
 def gain_lasts(system):
@@ -237,7 +241,9 @@ def mechanism_differs(name, sign, unit, shown=lambda vanilla: 2, effect="", inte
 def most(shares):
     """Of shares, one of each seed: whether all are more than half, or all less; one seed, or a half, can't tell."""
     sides = [(share > 0.5) - (share < 0.5) for share in shares]
-    return {1: HOLDS, -1: NOT_SEEN}.get(sides[0], NOT_TESTABLE) if len(sides) > 1 == len(set(sides)) else NOT_TESTABLE
+    if len(sides) < 2 or len(set(sides)) > 1:
+        return NOT_TESTABLE
+    return {1: HOLDS, 0: NOT_TESTABLE, -1: NOT_SEEN}[sides[0]]
 
 
 def larger_spectrum(_, numbers):
@@ -305,7 +311,7 @@ def while_ahead(check):
     """Of SVFormer after the paper's long training, where its lead is gone: short runs that say otherwise decide nothing."""
     def of_then(records, numbers):
         here, v = check(records, numbers)
-        return here + "; in the paper SVFormer's leads go with training" * bool(here), NOT_TESTABLE if v == NOT_SEEN else v
+        return here + "; in the paper SVFormer's leads go with training" * bool(here), later(v)
     return of_then
 
 

@@ -383,6 +383,11 @@ def slope_of_ratio(result):
     return float(np.polyfit(*zip(*known), 1)[0]) if len(known) > 1 else None
 
 
+def mean_similarity(result):
+    """Of the layers' outputs; the first number is the embedding's."""
+    return statistics.fmean(result["similarity"][1:])
+
+
 MECHANISM = {  # {number: (analysis, column, number of one run's result, format)}; without a column: for claims only
     "first_importance": ("concentration", "importance of token 1, largest of layers",
                          lambda r: max(x["first_importance"] for x in r["layers"]), ".4f"),
@@ -391,8 +396,8 @@ MECHANISM = {  # {number: (analysis, column, number of one run's result, format)
                     ratio_of(min, "first_value_norm", "others_value_norm"), ".3f"),
     "hidden_peak": ("concentration", "hidden norm, token 1 / mean, largest",
                     ratio_of(max, "first_hidden_norm", "mean_hidden_norm"), ".3f"),
-    "similarity": ("similarity", "token similarity, mean of layers", lambda r: statistics.fmean(r["similarity"][1:]), ".3f"),
-    "untrained": ("similarity", "before training", lambda r: statistics.fmean(r["similarity"][1:]), ".3f"),
+    "similarity": ("similarity", "token similarity, mean of layers", mean_similarity, ".3f"),
+    "untrained": ("similarity", "before training", mean_similarity, ".3f"),
     "effective_rank": ("spectrum", "effective rank of values, mean", mean_of("effective_rank"), ".1f"),
     "largest": ("spectrum", "largest eigenvalue, mean", mean_of("largest"), ".2f"),
     "mapping": ("mapping", "Eq 4's cosine to cross-layer attention minus Eq 6's, mean of layers",
